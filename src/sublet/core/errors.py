@@ -1,0 +1,212 @@
+"""The error tree, by what the caller can do next.
+
+Rules of this file:
+- A family says what to do: `Refused` wait or ask for less, `LeaseLost` reacquire, `Stale` reload or stop,
+  `NotDurable` it was not saved, `DeviceFault` go elsewhere, `Disconnected` retry with a limit,
+  `BadInput` correct the request, `Misconfigured` correct the installation.
+- `InvariantBroken` is our bug. Nothing catches it.
+- A class's docstring is its default message; `code` is stable across releases and surfaces; `remedy` is the
+  next thing to do. A message never holds a secret, a path inside the service, or a connection string.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SubletError(Exception):
+    """Something went wrong in sublet."""
+
+    code: ClassVar[str] = "error"
+    remedy: str = "run 'sublet doctor' to check every part"
+
+    def __init__(self, message: str = "", *, remedy: str = "") -> None:
+        super().__init__(message or (self.__doc__ or "").strip())
+        if remedy:
+            self.remedy = remedy
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
+
+
+class BadInput(SubletError, ValueError):
+    """The request itself is wrong; nothing was changed."""
+
+    code = "bad_input"
+    remedy = "correct the value and try again"
+
+
+class NotFound(BadInput):
+    """There is no such object; nothing was changed."""
+
+    code = "not_found"
+    remedy = "list what exists with 'sublet ps', 'sublet gpus' or 'sublet tenant ls'"
+
+
+class Misconfigured(SubletError):
+    """The installation or its settings cannot work; nothing was changed."""
+
+    code = "misconfigured"
+    remedy = "run 'sublet doctor' and correct what it marks"
+
+
+class MissingExtra(Misconfigured):
+    """A part that is installed separately is missing."""
+
+    code = "missing_extra"
+
+
+class SchemaMismatch(Misconfigured):
+    """The ledger was written by another version of sublet; nothing was changed."""
+
+    code = "schema_mismatch"
+
+
+class Refused(SubletError):
+    """No GPU could be leased."""
+
+    code = "refused"
+    remedy = "wait for a GPU with --wait 30m, or ask for less"
+
+
+class NoCapacity(Refused):
+    """No device has that much free now."""
+
+    code = "no_capacity"
+
+
+class NeverFits(Refused):
+    """No device of this pool could ever hold the request."""
+
+    code = "never_fits"
+    remedy = "ask for less VRAM or fewer devices; 'sublet gpus' shows what there is"
+
+
+class QuotaReached(Refused):
+    """The tenant's quota does not allow it."""
+
+    code = "quota_reached"
+    remedy = "release a lease, ask for less, or ask the operator for a larger quota"
+
+
+class WaitlistFull(Refused):
+    """The waitlist is full."""
+
+    code = "waitlist_full"
+    remedy = "try again in a few minutes"
+
+
+class WaitTimedOut(Refused):
+    """No GPU became free within the time the request was willing to wait."""
+
+    code = "wait_timed_out"
+    remedy = "wait longer, ask for less, or use a higher tier"
+
+
+class LeaseLost(SubletError):
+    """The lease has ended; what was committed is safe, what was not is gone."""
+
+    code = "lease_lost"
+    remedy = "acquire a new lease and resume from the last commit"
+
+
+class LeaseNotActive(LeaseLost):
+    """The lease is not active, so no work was started."""
+
+    code = "lease_not_active"
+
+
+class Stale(SubletError):
+    """Somebody moved it first; nothing was written."""
+
+    code = "stale"
+    remedy = "reload the current state, or stop if another holder owns it"
+
+
+class Fenced(Stale):
+    """A newer holder owns this; the write was refused and changed nothing."""
+
+    code = "fenced"
+    remedy = "stop this process: its lease has passed to somebody else"
+
+
+class HeadMoved(Stale):
+    """The head is not at the expected version; nothing was written."""
+
+    code = "head_moved"
+
+    def __init__(self, message: str = "", *, version: int = 0, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.version = version
+
+
+class EffectBusy(Stale):
+    """A live holder is working on this effect."""
+
+    code = "effect_busy"
+    remedy = "wait for it, or stop: it is being done"
+
+
+class FingerprintMismatch(Stale):
+    """This key was used before with other inputs; the stored outcome was not touched."""
+
+    code = "fingerprint_mismatch"
+    remedy = "use a new key for new inputs"
+
+
+class JournalBroken(Stale):
+    """The journal does not verify."""
+
+    code = "journal_broken"
+    remedy = "treat the ledger as tampered with: restore a backup, and keep this file as evidence"
+
+
+class NotDurable(SubletError):
+    """It was not saved."""
+
+    code = "not_durable"
+    remedy = "nothing was committed; correct the cause and save again"
+
+
+class DeviceFault(SubletError):
+    """The device failed."""
+
+    code = "device_fault"
+    remedy = "use another device; 'sublet quarantine ls' shows which are withheld"
+
+
+class TeardownUnproven(DeviceFault):
+    """A holder could not be shown to be gone, so its device is withheld."""
+
+    code = "teardown_unproven"
+    remedy = "look at the device, then 'sublet quarantine clear DEVICE'"
+
+
+class Disconnected(SubletError):
+    """The ledger could not be reached, so nothing is assumed to be held."""
+
+    code = "disconnected"
+    remedy = "check that the ledger is up with 'sublet doctor', then retry"
+
+
+class InvariantBroken(SubletError):
+    """A rule that must always hold did not; this is a bug in sublet."""
+
+    code = "invariant_broken"
+    remedy = "stop using this ledger and report it with the output of 'sublet journal verify'"
+
+
+def error_tree() -> tuple[type[SubletError], ...]:
+    """Every class of the tree, parents first; surfaces map codes from it and docs list it."""
+    found: list[type[SubletError]] = []
+    pending: list[type[SubletError]] = [SubletError]
+    while pending:
+        cls = pending.pop(0)
+        found.append(cls)
+        pending.extend(cls.__subclasses__())
+    return tuple(found)
+
+
+def error_by_code(code: str) -> type[SubletError]:
+    return next((cls for cls in error_tree() if cls.code == code), SubletError)

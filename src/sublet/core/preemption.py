@@ -1,0 +1,169 @@
+"""Whose lease is taken when somebody who may take it waits.
+
+Rules of this file:
+- In this order: leases already on their way out, idle ones, ones past their hold cap, lower tiers. Nobody busy is
+  disturbed while an idle lease would do.
+- Among lower tiers: lowest tier first, then least work since its last commit. A job that never committed counts
+  as `neutral_work_us`, so never committing is no shield and no death sentence.
+- A lease runs `min_run_us` before it can be preempted, doubled for each time its job was preempted lately; tiers
+  are a strict order, so A cannot preempt B and B then A.
+- A lease goes whole, with all its devices, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sublet.core.device import Device, DeviceState, Resident, occupy, usable
+from sublet.core.lease import EndReason, Lease, LeaseState
+from sublet.core.policy import Policy
+from sublet.core.values import format_duration
+
+
+class Claim(IntEnum):
+    """Why a lease may be taken, gentlest first."""
+
+    LEAVING = 0
+    IDLE = 1
+    HOLD_CAP = 2
+    LOWER_TIER = 3
+
+
+Cost = tuple[int, int, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    lease: Lease
+    claim: Claim
+    cost: Cost
+    reason: str
+
+    @property
+    def end_reason(self) -> EndReason:
+        return {
+            Claim.IDLE: EndReason.IDLE,
+            Claim.HOLD_CAP: EndReason.HOLD_CAP,
+        }.get(self.claim, EndReason.PREEMPTED)
+
+
+def work_at_risk(lease: Lease, policy: Policy, now: int) -> int:
+    """GPU time that a loss now would throw away."""
+    if not lease.committed_at:
+        return policy.neutral_work_us * max(1, len(lease.slices))
+    return max(0, now - lease.committed_at) * max(1, len(lease.slices))
+
+
+def protected_us(lease: Lease, policy: Policy) -> int:
+    return policy.min_run_us * min(policy.max_min_run_factor, 1 << min(lease.preemptions, 16))
+
+
+def claim_on(lease: Lease, waiter: Lease, policy: Policy, now: int) -> Victim | None:
+    if lease.state is LeaseState.REVOKING or lease.state is LeaseState.ENDED:
+        return Victim(lease, Claim.LEAVING, (0, 0, 0, lease.id), "already on its way out")
+    if lease.state is LeaseState.WAITING:
+        return None  # it holds an offer, which lapses by itself
+    idle_us = now - lease.active_at
+    if not lease.busy and idle_us >= policy.idle_after_us:
+        return Victim(
+            lease,
+            Claim.IDLE,
+            (Claim.IDLE, -idle_us, 0, lease.id),
+            f"idle for {format_duration(idle_us)} while {waiter.tenant} waits",
+        )
+    if lease.hold_cap_us and now >= lease.granted_at + lease.hold_cap_us:
+        return Victim(
+            lease,
+            Claim.HOLD_CAP,
+            (Claim.HOLD_CAP, lease.granted_at, 0, lease.id),
+            f"held for {format_duration(now - lease.granted_at)}, the cap is "
+            f"{format_duration(lease.hold_cap_us)} while {waiter.tenant} waits",
+        )
+    mine, theirs = waiter.request.tier, lease.request.tier
+    if theirs.rank > mine.rank and now - lease.granted_at >= protected_us(lease, policy):
+        work = work_at_risk(lease, policy, now)
+        return Victim(
+            lease,
+            Claim.LOWER_TIER,
+            (Claim.LOWER_TIER, -theirs.rank, work, lease.id),
+            f"preempted: {theirs.value} makes room for {mine.value}; "
+            f"{format_duration(work)} of work since the last commit",
+        )
+    return None
+
+
+def _room_on(
+    device: Device, leases: Sequence[Lease], waiter: Lease, policy: Policy, now: int
+) -> list[Victim] | None:
+    """The cheapest victims on one device that let the waiter in, or None."""
+    shape = waiter.request.shape()
+    if device.state is not DeviceState.READY or device.capacity_bytes < shape.vram_bytes:
+        return None
+    if shape.host and device.host != shape.host:
+        return None
+    claims = sorted(
+        (v for lease in leases if (v := claim_on(lease, waiter, policy, now)) is not None),
+        key=lambda v: v.cost,
+    )
+    staying = {lease.id: lease for lease in leases}
+    taken: list[Victim] = []
+    for victim in [None, *claims]:
+        if victim is not None:
+            taken.append(victim)
+            del staying[victim.lease.id]
+        residents = [
+            Resident(x.tenant, x.request.exclusivity, s.vram_bytes)
+            for x in staying.values()
+            for s in x.slices
+            if s.device_id == device.id
+        ]
+        if usable(occupy(device, residents), shape):
+            return _without_needless(taken, device, leases, waiter)
+    return None
+
+
+def _without_needless(
+    taken: list[Victim], device: Device, leases: Sequence[Lease], waiter: Lease
+) -> list[Victim]:
+    """Drop victims, dearest first, that turned out not to be needed."""
+    shape = waiter.request.shape()
+    needed = list(taken)
+    for victim in reversed(taken):
+        fewer = [v for v in needed if v is not victim]
+        gone = {v.lease.id for v in fewer}
+        residents = [
+            Resident(x.tenant, x.request.exclusivity, s.vram_bytes)
+            for x in leases
+            if x.id not in gone
+            for s in x.slices
+            if s.device_id == device.id
+        ]
+        if usable(occupy(device, residents), shape):
+            needed = fewer
+    return needed
+
+
+def choose(
+    waiter: Lease, devices: Iterable[Device], leases: Sequence[Lease], policy: Policy, now: int
+) -> tuple[list[Victim], list[str]] | None:
+    """Victims that make room for the waiter, and the devices the room is on; None when nothing may be taken."""
+    on_device: dict[str, list[Lease]] = {}
+    for lease in leases:
+        for s in lease.slices:
+            on_device.setdefault(s.device_id, []).append(lease)
+    options: list[tuple[tuple[int, int, int, str], list[Victim], str]] = []
+    for device in devices:
+        victims = _room_on(device, on_device.get(device.id, []), waiter, policy, now)
+        if victims is None:
+            continue
+        worst = max((v.claim for v in victims), default=Claim.LEAVING)
+        risk = sum(work_at_risk(v.lease, policy, now) for v in victims if v.claim is Claim.LOWER_TIER)
+        options.append(((worst, risk, len(victims), device.id), victims, device.id))
+    options.sort(key=lambda option: option[0])
+    picked = options[: waiter.request.count]
+    if len(picked) < waiter.request.count:
+        return None
+    chosen = {v.lease.id: v for _, found, _ in picked for v in found}
+    return sorted(chosen.values(), key=lambda v: v.cost), [device_id for _, _, device_id in picked]

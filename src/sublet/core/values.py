@@ -1,0 +1,189 @@
+"""Sizes, durations, names: what people type, turned into integers once, at the edge.
+
+Rules of this file:
+- Inside the system a size is bytes and a duration is microseconds, always `int`. Text and floats end here.
+- Anything that cannot be read exactly is refused with a sentence that shows what would be accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sublet.core.errors import BadInput
+
+SECOND_US = 1_000_000
+MINUTE_US = 60 * SECOND_US
+HOUR_US = 60 * MINUTE_US
+DAY_US = 24 * HOUR_US
+
+#: Longer than any real lease; beyond it a typo is likelier than a wish.
+MAX_DURATION_US = 366 * DAY_US
+MAX_BYTES = 1 << 50
+
+_DURATION_UNITS = {
+    "us": 1,
+    "ms": 1_000,
+    "s": SECOND_US,
+    "m": MINUTE_US,
+    "h": HOUR_US,
+    "d": DAY_US,
+}
+_SIZE_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate(("K", "M", "G", "T"), start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_SIZE_BY_FOLDED = {unit.lower(): scale for unit, scale in _SIZE_UNITS.items()}
+
+_DURATION_PART = re.compile(r"(\d+)(?:\.(\d{1,6}))?(us|ms|s|m|h|d)")
+_CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{2})")
+_SIZE = re.compile(r"(\d+)(?:\.(\d{1,9}))?\s*([A-Za-z]*)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/-]{0,126}")
+
+
+def parse_duration(text: str | int | float, *, what: str = "duration") -> int:
+    """'30s', '5m', '1h30m', '1:30:00' or a number of seconds, in microseconds."""
+    if isinstance(text, bool):
+        raise BadInput(f"{what} must be a duration like 30s, 5m or 1:30:00, not {text!r}")
+    if isinstance(text, int):
+        return _bounded_duration(text * SECOND_US, what, text)
+    if isinstance(text, float):
+        if text != text or text in (float("inf"), float("-inf")):
+            raise BadInput(f"{what} must be a finite duration, not {text!r}")
+        return _bounded_duration(round(text * SECOND_US), what, text)
+    if not isinstance(text, str):
+        raise BadInput(f"{what} must be a duration like 30s, 5m or 1:30:00, not {text!r}")
+    body = text.strip()
+    if body.isascii() and body.isdigit():
+        return _bounded_duration(int(body) * SECOND_US, what, text)
+    clock = _CLOCK.fullmatch(body)
+    if clock:
+        hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return _bounded_duration(hours * HOUR_US + minutes * MINUTE_US + seconds * SECOND_US, what, text)
+    total, end = 0, 0
+    for part in _DURATION_PART.finditer(body):
+        if part.start() != end:
+            break
+        whole, fraction, unit = part.groups()
+        total += _scaled(whole, fraction, _DURATION_UNITS[unit])
+        end = part.end()
+    if not body or end != len(body):
+        raise BadInput(f"{what} {text!r} is not a duration: write 30s, 5m, 2h or 1:30:00")
+    return _bounded_duration(total, what, text)
+
+
+def _bounded_duration(us: int, what: str, text: object) -> int:
+    if us < 0:
+        raise BadInput(f"{what} {text!r} is negative: write a positive duration such as 5m")
+    if us > MAX_DURATION_US:
+        raise BadInput(f"{what} {text!r} is longer than a year: write a shorter one such as 24h")
+    return us
+
+
+def parse_size(text: str | int, *, what: str = "size") -> int:
+    """'8GB' (decimal), '16GiB' (binary) or a number of bytes, in bytes."""
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise BadInput(f"{what} must be a size like 8GB or 16GiB, not {text!r}")
+    if isinstance(text, int):
+        return _bounded_size(text, what, text)
+    match = _SIZE.fullmatch(text.strip()) if text.isascii() else None
+    scale = _SIZE_BY_FOLDED.get(match.group(3).lower()) if match else None
+    if match is None or scale is None:
+        raise BadInput(f"{what} {text!r} is not a size: write 8GB, 16GiB or 512MB")
+    return _bounded_size(_scaled(match.group(1), match.group(2), scale), what, text)
+
+
+def _bounded_size(size: int, what: str, text: object) -> int:
+    if size <= 0:
+        raise BadInput(f"{what} {text!r} is not positive: write a size such as 8GB")
+    if size > MAX_BYTES:
+        raise BadInput(f"{what} {text!r} is larger than any device: write a size such as 80GB")
+    return size
+
+
+def _scaled(whole: str, fraction: str | None, scale: int) -> int:
+    """whole.fraction × scale, rounded down, without a float in between."""
+    value = int(whole) * scale
+    if fraction:
+        value += int(fraction) * scale // 10 ** len(fraction)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRange:
+    """What a request accepts: as much as `most`, not less than `least`."""
+
+    least: int
+    most: int
+
+
+def parse_size_range(text: str | int, *, what: str = "size") -> SizeRange:
+    """'16GB' or '24GB..80GB'."""
+    if isinstance(text, str) and ".." in text:
+        low, _, high = text.partition("..")
+        span = SizeRange(parse_size(low, what=what), parse_size(high, what=what))
+        if span.least > span.most:
+            raise BadInput(f"{what} {text!r} runs backwards: write the smaller size first")
+        return span
+    size = parse_size(text, what=what)
+    return SizeRange(size, size)
+
+
+def format_duration(us: int) -> str:
+    """Short and readable: '350ms', '4.2s', '12m05s', '3h07m', '2d04h'."""
+    if us < 0:
+        return "-" + format_duration(-us)
+    if us < SECOND_US:
+        return f"{us // 1000}ms"
+    if us < 10 * SECOND_US:
+        return f"{us / SECOND_US:.1f}s"
+    seconds = us // SECOND_US
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    if seconds < 86_400:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 86_400}d{seconds % 86_400 // 3600:02d}h"
+
+
+def format_size(size: int) -> str:
+    """The unit in which the number is shortest and true to a tenth: '16GiB', '8GB', '512MB'."""
+    if size < 0:
+        return "-" + format_size(-size)
+    for base, units in ((1024, ("TiB", "GiB", "MiB", "KiB")), (1000, ("TB", "GB", "MB", "KB"))):
+        for power, unit in zip((4, 3, 2, 1), units, strict=True):
+            scale = base**power
+            if size >= scale and size % scale == 0:
+                return f"{size // scale}{unit}"
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
+        if size >= 1000**power:
+            return f"{size / 1000**power:.1f}{unit}"
+    return f"{size}B"
+
+
+def check_name(text: str, *, what: str) -> str:
+    """A tenant, host or device name: letters, digits and . _ @ - only, so it is safe anywhere."""
+    if not isinstance(text, str) or not _NAME.fullmatch(text):
+        raise BadInput(
+            f"{what} {_shown(text)} is not a name: use 1-63 letters, digits, dots, dashes, "
+            "underscores or @, starting with a letter or digit"
+        )
+    return text
+
+
+def check_job(text: str) -> str:
+    """A job name may also carry / and :, never a parent folder."""
+    if not isinstance(text, str) or not _JOB.fullmatch(text) or ".." in text:
+        raise BadInput(
+            f"job {_shown(text)} is not a name: use 1-127 letters, digits and . _ @ : / -, "
+            "starting with a letter or digit"
+        )
+    return text
+
+
+def _shown(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 60 else shown[:57] + "...'"

@@ -1,0 +1,1 @@
+"""Processes of this host: who they are, how they end."""

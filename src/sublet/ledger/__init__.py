@@ -1,0 +1,1 @@
+"""The transactional truth. `sqlite.py` and `postgres.py` are engines; the verbs between them are written once."""

@@ -1,0 +1,96 @@
+"""Reading the journal back: verify it, follow it, seal it."""
+
+from __future__ import annotations
+
+import json
+
+from sublet.core.journal import (
+    GENESIS,
+    MAIN,
+    Entry,
+    Fault,
+    StrandEnd,
+    job_strand,
+    lease_strand,
+    verify_strand,
+)
+from sublet.ledger.tx import Row, Tx, write_main
+from sublet.ports.ledger import Verification
+
+_COLUMNS = "strand, seq, at, kind, tenant, subject, body, hash"
+
+
+def _entry(row: Row) -> Entry:
+    return Entry(*row)
+
+
+def verify(tx: Tx) -> Verification:
+    """Walk every strand from its anchor to the end its owning row names. Faults come in the order found."""
+    pool = tx.row("SELECT journal_seq, journal_hash FROM pool WHERE id = 1")
+    assert pool is not None
+    faults: list[Fault] = []
+    strands: dict[str, list[Entry]] = {}
+    # Stored order, not sequence order: a swap of two rows must show.
+    for row in tx.rows(f"SELECT {_COLUMNS} FROM journal ORDER BY id"):
+        strands.setdefault(row[0], []).append(_entry(row))
+    main = strands.pop(MAIN, [])
+    rows = len(main) + sum(len(entries) for entries in strands.values())
+    faults += verify_strand(MAIN, main, GENESIS, StrandEnd(pool[0], pool[1]))
+    main_hashes = {entry.hash for entry in main}
+    count = 1
+    owners: list[tuple[str, Row]] = [
+        (lease_strand(r[0]), r)
+        for r in tx.rows("SELECT id, strand_seq, strand_hash, strand_anchor FROM lease ORDER BY id")
+    ]
+    owners += [
+        (job_strand(r[0]), r)
+        for r in tx.rows("SELECT job, strand_seq, strand_hash, strand_anchor FROM head ORDER BY job")
+    ]
+    for strand, (_, seq, digest, anchor) in owners:
+        entries = strands.pop(strand, [])
+        count += 1
+        if anchor not in main_hashes:
+            faults.append(Fault(strand, 0, "the row of the main strand it began at is missing or was edited"))
+        faults += verify_strand(strand, entries, anchor, StrandEnd(seq, digest))
+    for strand in sorted(strands):
+        faults.append(Fault(strand, 0, "its owner is missing"))
+    faults += _check_pledges(main, dict(owners))
+    return Verification(rows=rows, strands=count, head=pool[1], faults=tuple(faults))
+
+
+def _check_pledges(main: list[Entry], owners: dict[str, Row]) -> list[Fault]:
+    """What the main strand says of other strands: where a finished lease stood, where a job stood at a seal."""
+    faults: list[Fault] = []
+    for entry in main:
+        try:
+            body = json.loads(entry.body)
+        except ValueError:
+            continue  # the chain has named it already
+        if entry.kind == "lease.granted" and lease_strand(entry.subject) not in owners:
+            faults.append(Fault(lease_strand(entry.subject), 0, "the lease was granted, its row is missing"))
+        if entry.kind == "lease.ended" and "strand_hash" in body:
+            row = owners.get(lease_strand(entry.subject))
+            if row is not None and (row[1], row[2]) != (body["strand_seq"], body["strand_hash"]):
+                faults.append(Fault(lease_strand(entry.subject), row[1], "it changed after the lease ended"))
+        if entry.kind == "journal.sealed":
+            for job, seq in body.get("jobs", {}).items():
+                row = owners.get(job_strand(job))
+                if row is None or row[1] < seq:
+                    faults.append(Fault(job_strand(job), seq, "it is shorter than it was when sealed"))
+    return faults
+
+
+def tail(tx: Tx, after: int, limit: int) -> list[tuple[int, Entry]]:
+    if after > 0:
+        found = tx.rows(f"SELECT id, {_COLUMNS} FROM journal WHERE id > ? ORDER BY id LIMIT ?", after, limit)
+    else:
+        newest = tx.rows(f"SELECT id, {_COLUMNS} FROM journal ORDER BY id DESC LIMIT ?", limit)
+        found = list(reversed(newest))
+    return [(r[0], _entry(r[1:])) for r in found]
+
+
+def seal(tx: Tx) -> str:
+    """Write where every job's strand stands into the main strand; returns the main strand's end to keep elsewhere."""
+    _ = tx.pool
+    jobs = {r[0]: r[1] for r in tx.rows("SELECT job, strand_seq FROM head ORDER BY job")}
+    return write_main(tx, "journal.sealed", "", "journal", {"jobs": jobs})

@@ -1,0 +1,298 @@
+"""The ledger's face: every verb of the port, as one transaction on whichever engine stands behind it.
+
+Rules of this file:
+- A verb is one line: which transaction function, durable or not. What it means is in the module of its noun.
+- Inputs are checked before a lock is taken, so bad input never waits and never writes.
+- A refusal comes back as a value, is committed with its journal row, and is raised here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from sublet.core.admission import Wait, in_order, why_waiting
+from sublet.core.device import Device
+from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
+from sublet.core.errors import BadInput, SubletError
+from sublet.core.journal import Entry
+from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request
+from sublet.core.meter import Usage
+from sublet.core.policy import Policy
+from sublet.core.tenancy import Tenant
+from sublet.core.values import check_job, check_name
+from sublet.ledger import devices, journal, leases, progress, restored, tenants, ticking
+from sublet.ledger.rows import SELECT_LEASE, lease_of
+from sublet.ledger.tx import Tx, policy_of, write_main
+from sublet.ports.bell import Bell
+from sublet.ports.ledger import (
+    Answer,
+    FoundDevice,
+    HostView,
+    LeaseKey,
+    TickResult,
+    Verification,
+)
+from sublet.ports.processes import Receipt
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """What a database must offer to carry the verbs."""
+
+    def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T: ...
+    def read(self, work: Callable[[Tx], T]) -> T: ...
+    def now(self) -> int: ...
+    def ring(self, topics: set[str]) -> None: ...
+    def bell(self) -> Bell: ...
+    def barrier(self) -> None: ...
+    def describe(self) -> dict[str, str]: ...
+    def close(self) -> None: ...
+
+
+def _raised(result: T | SubletError) -> T:
+    if isinstance(result, SubletError):
+        raise result
+    return result
+
+
+class SqlLedger:
+    """Implements `ports.ledger.Ledger`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def _write(self, work: Callable[[Tx], Any], *, durable: bool, patience_us: int | None = None) -> Any:
+        return _raised(self.engine.write(work, durable=durable, patience_us=patience_us))
+
+    # leases, by their holder
+
+    def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
+        check_name(request.tenant, what="tenant")
+        check_name(lease_id, what="lease id")
+        check_name(holder.host, what="host")
+        if request.host:
+            check_name(request.host, what="host")
+        if request.job:
+            check_job(request.job)
+        return self._write(lambda tx: leases.acquire(tx, lease_id, secret, request, holder), durable=True)  # type: ignore[no-any-return]
+
+    def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
+        return self._write(lambda tx: leases.attend(tx, lease_id, secret, explain), durable=False)  # type: ignore[no-any-return]
+
+    def accept(self, lease_id: str, secret: str) -> Answer:
+        return self._write(lambda tx: leases.accept(tx, lease_id, secret), durable=True)  # type: ignore[no-any-return]
+
+    def decline(self, lease_id: str, secret: str) -> Answer:
+        return self._write(lambda tx: leases.decline(tx, lease_id, secret), durable=False)  # type: ignore[no-any-return]
+
+    def renew(self, key: LeaseKey, *, busy: bool = True, patience_us: int | None = None) -> Answer:
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: leases.renew(tx, key, busy), durable=False, patience_us=patience_us
+        )
+
+    def renew_many(
+        self, keys: Sequence[tuple[LeaseKey, bool]], *, patience_us: int | None = None
+    ) -> list[Answer | SubletError]:
+        return self.engine.write(
+            lambda tx: [
+                leases.renew(tx, key, busy) for key, busy in sorted(keys, key=lambda k: k[0].lease_id)
+            ],
+            durable=False,
+            patience_us=patience_us,
+        )
+
+    def mark(self, key: LeaseKey, *, busy: bool) -> None:
+        self._write(lambda tx: leases.mark(tx, key, busy), durable=False)
+
+    def release(self, lease_id: str, secret: str) -> bool:
+        return self._write(lambda tx: leases.release(tx, lease_id, secret), durable=False)  # type: ignore[no-any-return]
+
+    def look(self, lease_id: str) -> Answer:
+        def read(tx: Tx) -> Answer | SubletError:
+            row = tx.row(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+            if row is None:
+                return leases._unknown(lease_id)
+            return Answer(lease=lease_of(row), at=tx.now)
+
+        return _raised(self.engine.read(read))
+
+    # leases, by wardens, operators and listings
+
+    def revoke(self, lease_id: str, *, reason: EndReason, detail: str, grace_us: int, actor: str) -> Answer:
+        if grace_us < 0:
+            raise BadInput("grace must not be negative")
+        if len(detail) > 500 or any(ord(c) < 32 for c in detail):
+            raise BadInput("a reason is one line of at most 500 characters")
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: leases.revoke(tx, lease_id, reason, detail, grace_us, actor), durable=True
+        )
+
+    def end(self, lease_id: str, epoch: int, *, reason: EndReason, detail: str) -> bool:
+        return self._write(lambda tx: leases.end(tx, lease_id, epoch, reason, detail), durable=True)  # type: ignore[no-any-return]
+
+    def settle(self, lease_id: str, epoch: int, receipt: Receipt) -> bool:
+        return self._write(lambda tx: leases.settle(tx, lease_id, epoch, receipt), durable=False)  # type: ignore[no-any-return]
+
+    def tick(self, host: str = "") -> TickResult:
+        return self.engine.write(lambda tx: ticking.tick(tx, host), durable=True)
+
+    def host_view(self, host: str) -> HostView:
+        return self.engine.read(lambda tx: ticking.host_view(tx, host, tx.now))
+
+    def leases(self, *, live_only: bool = True, tenant: str = "", limit: int = 1000) -> list[Answer]:
+        def read(tx: Tx) -> list[Answer]:
+            found = leases.list_leases(tx, live_only=live_only, tenant=tenant, limit=limit)
+            return (
+                [Answer(lease=x, at=tx.now, wait=waits.get(x.id)) for x in found]
+                if (waits := _waits(tx, found))
+                else [Answer(lease=x, at=tx.now) for x in found]
+            )
+
+        return self.engine.read(read)
+
+    # devices
+
+    def report_host(self, host: str, found: Sequence[FoundDevice], *, complete: bool = True) -> None:
+        check_name(host, what="host")
+        self._write(lambda tx: devices.report_host(tx, host, found, complete), durable=True)
+
+    def beat_host(self, host: str) -> None:
+        self._write(lambda tx: devices.beat_host(tx, host), durable=False)
+
+    def devices(self, host: str = "") -> list[Device]:
+        return self.engine.read(lambda tx: devices.list_devices(tx, host))
+
+    def set_device(self, device_id: str, *, state: str, note: str, actor: str) -> Device:
+        return self._write(lambda tx: devices.set_device(tx, device_id, state, note, actor), durable=True)  # type: ignore[no-any-return]
+
+    # tenants
+
+    def tenants(self) -> list[Tenant]:
+        return self.engine.read(tenants.list_tenants)
+
+    def tenant(self, name: str) -> Tenant:
+        return _raised(self.engine.read(lambda tx: tenants.get_tenant(tx, name)))
+
+    def add_tenant(self, tenant: Tenant, *, actor: str, exist_ok: bool = False) -> Tenant:
+        check_name(tenant.name, what="tenant")
+        _check_limits(tenant.weight, tenant.max_leases, tenant.max_vram_bytes, tenant.max_waiting)
+        return self._write(lambda tx: tenants.add_tenant(tx, tenant, actor, exist_ok), durable=True)  # type: ignore[no-any-return]
+
+    def set_tenant(
+        self,
+        name: str,
+        *,
+        actor: str,
+        weight: int | None = None,
+        max_leases: int | None = None,
+        max_vram_bytes: int | None = None,
+        max_waiting: int | None = None,
+    ) -> Tenant:
+        wanted = {
+            "weight": weight,
+            "max_leases": max_leases,
+            "max_vram_bytes": max_vram_bytes,
+            "max_waiting": max_waiting,
+        }
+        _check_limits(weight if weight is not None else 1, max_leases, max_vram_bytes, max_waiting)
+        changes = {column: value for column, value in wanted.items() if value is not None}
+        return self._write(lambda tx: tenants.set_tenant(tx, name, changes, actor), durable=True)  # type: ignore[no-any-return]
+
+    def remove_tenant(self, name: str, *, actor: str) -> None:
+        self._write(lambda tx: tenants.remove_tenant(tx, name, actor), durable=True)
+
+    # progress
+
+    def reserve(self, key: LeaseKey, *, effect: str, job: str, fingerprint: str) -> Reserved | Duplicate:
+        check_job(job)
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: progress.reserve(tx, key, effect, job, fingerprint), durable=True
+        )
+
+    def commit(self, key: LeaseKey, commit: Commit) -> Committed | Duplicate:
+        check_job(commit.job)
+        return self._write(lambda tx: progress.commit(tx, key, commit), durable=True)  # type: ignore[no-any-return]
+
+    def head(self, job: str) -> Head | None:
+        return self.engine.read(lambda tx: progress.load_head(tx, job))
+
+    def effect(self, key: str) -> Effect | None:
+        return self.engine.read(lambda tx: progress.load_effect(tx, key))
+
+    # journal, meter, policy
+
+    def verify(self) -> Verification:
+        return self.engine.read(journal.verify)
+
+    def tail(self, *, after: int = 0, limit: int = 50) -> list[tuple[int, Entry]]:
+        return self.engine.read(lambda tx: journal.tail(tx, after, limit))
+
+    def seal(self) -> str:
+        return self.engine.write(journal.seal, durable=True)
+
+    def usage(self, *, tenant: str = "", since: int = 0) -> list[Usage]:
+        def read(tx: Tx) -> list[Usage]:
+            columns = "lease_id, tenant, tier, job, from_at, to_at, gpu_us, vram_byte_s, reason"
+            where, params = "to_at >= ?", [since]
+            if tenant:
+                where, params = f"tenant = ? AND {where}", [tenant, since]  # type: ignore[list-item]
+            names = columns.split(", ")
+            found = tx.rows(f"SELECT {columns} FROM usage WHERE {where} ORDER BY to_at, lease_id", *params)
+            return [Usage(**dict(zip(names, row, strict=True))) for row in found]
+
+        return self.engine.read(read)
+
+    def policy(self) -> Policy:
+        def read(tx: Tx) -> Policy:
+            row = tx.row("SELECT policy FROM pool WHERE id = 1")
+            assert row is not None
+            return policy_of(row[0])
+
+        return self.engine.read(read)
+
+    def set_policy(self, policy: Policy, *, actor: str) -> None:
+        def work(tx: Tx) -> None:
+            tx.pool.policy_text, tx.pool._policy, tx.pool.dirty = policy.to_text(), policy, True
+            write_main(tx, "policy.set", "", "policy", {"policy": policy.to_text(), "by": actor})
+
+        self.engine.write(work, durable=True)
+
+    # the engine
+
+    def now(self) -> int:
+        return self.engine.now()
+
+    def bell(self) -> Bell:
+        return self.engine.bell()
+
+    def barrier(self) -> None:
+        self.engine.barrier()
+
+    def describe(self) -> dict[str, str]:
+        return self.engine.describe()
+
+    def mark_restored(self, *, actor: str) -> int:
+        return self.engine.write(lambda tx: restored.mark_restored(tx, actor), durable=True)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _check_limits(weight: int | None, *limits: int | None) -> None:
+    if weight is not None and not 1 <= weight <= 1_000_000:
+        raise BadInput(f"weight {weight} is out of range: use 1 to 1000000, 100 is usual")
+    if any(limit is not None and limit < 0 for limit in limits):
+        raise BadInput("a quota must not be negative: use 0 for no limit")
+
+
+def _waits(tx: Tx, found: list[Lease]) -> dict[str, Wait]:
+    """Position and reason of every waiter, in one pass."""
+    if not any(x.state is LeaseState.WAITING for x in found):
+        return {}
+    view = leases.load_view(tx, with_leases=False)
+    return {
+        w.id: Wait(position=i, eta_us=None, reason=why_waiting(w, view))
+        for i, w in enumerate(in_order(view, tx.now), 1)
+    }

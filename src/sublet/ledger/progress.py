@@ -1,0 +1,197 @@
+"""Heads and effects: the one commit point (S1-S5).
+
+Rules of this file:
+- A commit locks the lease row first and reads the clock after it: no commit of an old epoch is ever serialised after
+  the grant of a newer one.
+- Everything a step makes true is written in this one transaction, or nothing is.
+- Repeating a commit whose answer was lost finds its own effect and answers `Committed` again.
+"""
+
+from __future__ import annotations
+
+from sublet.core.effect import (
+    Commit,
+    Committed,
+    Duplicate,
+    Effect,
+    Head,
+    Reserved,
+    decide_commit,
+    decide_reserve,
+)
+from sublet.core.errors import LeaseLost, SubletError
+from sublet.core.journal import GENESIS, StrandEnd, job_strand
+from sublet.core.lease import Lease, fence
+from sublet.failpoints import failpoint
+from sublet.ledger.leases import secret_hash
+from sublet.ledger.rows import (
+    EFFECT_COLUMNS,
+    HEAD_COLUMNS,
+    SELECT_LEASE,
+    effect_of,
+    head_of,
+    lease_of,
+    secret_hash_of,
+)
+from sublet.ledger.tx import Tx, write_main, write_strand
+from sublet.ports.ledger import LeaseKey
+
+
+def load_head(tx: Tx, job: str) -> Head | None:
+    row = tx.row(f"SELECT {HEAD_COLUMNS} FROM head WHERE job = ?", job)
+    return head_of(row) if row else None
+
+
+def load_effect(tx: Tx, key: str) -> Effect | None:
+    row = tx.row(f"SELECT {EFFECT_COLUMNS} FROM effect WHERE key = ?", key)
+    return effect_of(row) if row else None
+
+
+def _holder_of(tx: Tx, key: LeaseKey) -> Lease | SubletError:
+    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", key.lease_id)
+    if row is None or secret_hash_of(row) != secret_hash(key.secret):
+        return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
+    return lease_of(row)
+
+
+def _owner_alive(tx: Tx, effect: Effect | None, now: int) -> bool:
+    """May the effect's owner still commit? Asked of its row, not of its process."""
+    if effect is None or effect.completed:
+        return False
+    row = tx.row(f"{SELECT_LEASE} WHERE id = ?", effect.owner)
+    return row is not None and not fence(lease_of(row), effect.epoch, now)
+
+
+def _refuse(tx: Tx, kind: str, lease: Lease, subject: str, epoch: int, error: SubletError) -> SubletError:
+    write_main(tx, kind, lease.tenant, subject, {"code": error.code, "reason": error.message, "epoch": epoch})
+    return error
+
+
+def reserve(
+    tx: Tx, key: LeaseKey, effect_key: str, job: str, fingerprint: str
+) -> Reserved | Duplicate | SubletError:
+    _ = tx.pool
+    lease = _holder_of(tx, key)
+    if isinstance(lease, SubletError):
+        return lease
+    effect = load_effect(tx, effect_key)
+    decision = decide_reserve(lease, key.epoch, effect, _owner_alive(tx, effect, tx.now), fingerprint, tx.now)
+    if isinstance(decision, SubletError):
+        return _refuse(tx, "effect.refused", lease, effect_key, key.epoch, decision)
+    if isinstance(decision, Duplicate):
+        return decision
+    tx.run(
+        f"INSERT INTO effect ({EFFECT_COLUMNS}) VALUES (?,?,?,?,?,0,'',0) "
+        "ON CONFLICT (key) DO UPDATE SET owner = excluded.owner, epoch = excluded.epoch WHERE effect.completed = 0",
+        effect_key,
+        fingerprint,
+        job,
+        lease.id,
+        key.epoch,
+    )
+    write_main(
+        tx,
+        "effect.reserved",
+        lease.tenant,
+        effect_key,
+        {"epoch": key.epoch, "lease": lease.id, "taken_over": decision.taken_over},
+    )
+    return decision
+
+
+def commit(tx: Tx, key: LeaseKey, step: Commit) -> Committed | Duplicate | SubletError:
+    _ = tx.pool
+    lease = _holder_of(tx, key)
+    failpoint("after_lock")
+    if isinstance(lease, SubletError):
+        return lease
+    now = tx.now
+    row = tx.locked(f"SELECT {HEAD_COLUMNS} FROM head WHERE job = ?", step.job)
+    head = head_of(row) if row else Head(job=step.job, tenant=lease.tenant)
+    effect = load_effect(tx, step.key)
+    if (
+        effect is not None
+        and effect.completed
+        and (effect.owner, effect.epoch, effect.fingerprint, effect.version)
+        == (lease.id, key.epoch, step.fingerprint, step.expected_version + 1)
+    ):
+        return Committed(effect.version)
+    decision = decide_commit(lease, key.epoch, head, effect, _owner_alive(tx, effect, now), step, now)
+    failpoint("after_fence_check")
+    if isinstance(decision, SubletError):
+        return _refuse(tx, "step.refused", lease, step.key, key.epoch, decision)
+    if isinstance(decision, Duplicate):
+        return decision
+    if row is None:
+        anchor = write_main(tx, "job.started", lease.tenant, step.job, {"lease": lease.id})
+        end = StrandEnd(0, anchor)
+    else:
+        anchor, end = GENESIS, StrandEnd(row[8], row[9])
+    end = write_strand(
+        tx,
+        job_strand(step.job),
+        end,
+        "step.committed",
+        lease.tenant,
+        step.key,
+        {
+            "step": step.step,
+            "version": decision.version,
+            "digest": step.digest,
+            "fingerprint": step.fingerprint,
+            "epoch": key.epoch,
+            "lease": lease.id,
+        },
+    )
+    if row is None:
+        tx.run(
+            f"INSERT INTO head ({HEAD_COLUMNS}, strand_anchor) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+            step.job,
+            lease.tenant,
+            decision.version,
+            step.step,
+            step.digest,
+            step.cursor,
+            key.epoch,
+            now,
+            end.seq,
+            end.hash,
+            anchor,
+        )
+    else:
+        tx.run(
+            "UPDATE head SET version = ?, step = ?, digest = ?, cursor_text = ?, epoch = ?, committed_at = ?, "
+            "strand_seq = ?, strand_hash = ? WHERE job = ? AND version = ?",
+            decision.version,
+            step.step,
+            step.digest,
+            step.cursor,
+            key.epoch,
+            now,
+            end.seq,
+            end.hash,
+            step.job,
+            step.expected_version,
+        )
+    failpoint("after_cas")
+    tx.run(
+        f"INSERT INTO effect ({EFFECT_COLUMNS}) VALUES (?,?,?,?,?,1,?,?) ON CONFLICT (key) DO UPDATE SET "
+        "owner = excluded.owner, epoch = excluded.epoch, completed = 1, outcome = excluded.outcome, "
+        "version = excluded.version",
+        step.key,
+        step.fingerprint,
+        step.job,
+        lease.id,
+        key.epoch,
+        step.outcome,
+        decision.version,
+    )
+    failpoint("after_effect")
+    tx.run(
+        "UPDATE lease SET committed_at = ?, active_at = ? WHERE id = ? AND epoch = ?",
+        now,
+        now,
+        lease.id,
+        key.epoch,
+    )
+    return decision

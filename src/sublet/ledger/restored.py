@@ -1,0 +1,39 @@
+"""After a backup was put back: nobody who held a lease before may write again (L1, threat 21)."""
+
+from __future__ import annotations
+
+import secrets
+
+from sublet.core.lease import EndReason
+from sublet.ledger import leases
+from sublet.ledger.rows import SELECT_LEASE
+from sublet.ledger.tx import Tx, write_main
+
+#: More grants than any ledger makes between two backups.
+EPOCH_GAP = 1 << 40
+
+
+def mark_restored(tx: Tx, actor: str) -> int:
+    """End what the backup thought was live, jump the epoch, change the incarnation. Returns how many it ended."""
+    pool = tx.pool
+    ended = 0
+    waiting = tx.rows(f"{SELECT_LEASE} WHERE state = 'waiting' ORDER BY id")
+    holding = tx.rows(f"{SELECT_LEASE} WHERE state IN ('active', 'revoking') ORDER BY id")
+    for row in [*waiting, *holding]:  # waiters first, or ending a holder would hand them a grant
+        # Holders keep their slices until their host's warden has shown that they are gone.
+        leases.finish(
+            tx, row, EndReason.REVOKED, "the ledger was restored from a backup", settled=row[14] == 0
+        )
+        ended += 1
+    pool.epoch += EPOCH_GAP
+    pool.dirty = True
+    incarnation = secrets.token_hex(8)
+    tx.run("UPDATE meta SET value = ? WHERE key = 'incarnation'", incarnation)
+    write_main(
+        tx,
+        "ledger.restored",
+        "",
+        "ledger",
+        {"by": actor, "incarnation": incarnation, "epoch": pool.epoch, "ended": ended},
+    )
+    return ended

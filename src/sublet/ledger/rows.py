@@ -1,0 +1,230 @@
+"""Rows to records and back, in one place, so that the column order is written once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from sublet.core.device import Device, DeviceState, Exclusivity, Slice
+from sublet.core.effect import Effect, Head
+from sublet.core.journal import StrandEnd
+from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request, Tier
+from sublet.core.tenancy import Tenant
+from sublet.ledger.tx import Row
+
+LEASE_COLUMNS = (
+    "id, tenant, job, tier, exclusivity, asked_bytes, least_bytes, wants_offers, device_count, ttl_us, wait_us, "
+    "only_host, hold_cap_us, host, pid, pid_started, secret_hash, state, epoch, vram_bytes, slices, joined_at, "
+    "granted_at, expires_at, deadline_at, ended_at, settled_at, reason, detail, busy, active_at, committed_at, "
+    "preemptions, claimed, seen_at, wait_until, offer_until, strand_seq, strand_hash, strand_anchor"
+)
+LEASE_PLACES = ",".join("?" * len(LEASE_COLUMNS.split(",")))
+SELECT_LEASE = f"SELECT {LEASE_COLUMNS} FROM lease"
+
+_STATES = {s.value: s for s in LeaseState}
+_REASONS: dict[str, EndReason | None] = {r.value: r for r in EndReason} | {"": None}
+
+
+@lru_cache(maxsize=1024)
+def _request(
+    tenant: str,
+    vram: int,
+    ttl: int,
+    count: int,
+    least: int,
+    offers: int,
+    exclusivity: str,
+    tier: str,
+    wait: int | None,
+    cap: int,
+    only_host: str,
+    job: str,
+) -> Request:
+    return Request(
+        tenant=tenant,
+        vram_bytes=vram,
+        ttl_us=ttl,
+        count=count,
+        least_bytes=least,
+        wants_offers=bool(offers),
+        exclusivity=Exclusivity(exclusivity),
+        tier=Tier(tier),
+        wait_us=wait,
+        hold_cap_us=cap,
+        host=only_host,
+        job=job,
+    )
+
+
+def slices_text(slices: tuple[Slice, ...]) -> str:
+    return ";".join(f"{s.device_id}={s.vram_bytes}" for s in slices)
+
+
+def slices_of(text: str) -> tuple[Slice, ...]:
+    if not text:
+        return ()
+    pairs = (part.rpartition("=") for part in text.split(";"))
+    return tuple(Slice(device, int(size)) for device, _, size in pairs)
+
+
+def lease_of(r: Row) -> Lease:
+    return Lease(
+        id=r[0],
+        request=_request(r[1], r[5], r[9], r[8], r[6], r[7], r[4], r[3], r[10], r[12], r[11], r[2]),
+        holder=Holder(host=r[13], pid=r[14], started=r[15]),
+        state=_STATES[r[17]],
+        epoch=r[18],
+        vram_bytes=r[19],
+        slices=slices_of(r[20]),
+        joined_at=r[21],
+        granted_at=r[22],
+        expires_at=r[23],
+        deadline_at=r[24],
+        ended_at=r[25],
+        settled_at=r[26],
+        reason=_REASONS[r[27]],
+        detail=r[28],
+        busy=bool(r[29]),
+        active_at=r[30],
+        committed_at=r[31],
+        preemptions=r[32],
+        claimed=bool(r[33]),
+        seen_at=r[34],
+        wait_until=r[35],
+        offer_until=r[36],
+        hold_cap_us=r[12],
+    )
+
+
+def secret_hash_of(r: Row) -> str:
+    return str(r[16])
+
+
+def strand_end_of(r: Row) -> StrandEnd:
+    return StrandEnd(r[37], r[38])
+
+
+def lease_values(lease: Lease, secret_hash: str, end: StrandEnd, anchor: str) -> tuple[object, ...]:
+    q = lease.request
+    return (
+        lease.id,
+        q.tenant,
+        q.job,
+        q.tier.value,
+        q.exclusivity.value,
+        q.vram_bytes,
+        q.least_bytes,
+        int(q.wants_offers),
+        q.count,
+        q.ttl_us,
+        q.wait_us,
+        q.host,
+        lease.hold_cap_us,
+        lease.holder.host,
+        lease.holder.pid,
+        lease.holder.started,
+        secret_hash,
+        lease.state.value,
+        lease.epoch,
+        lease.vram_bytes,
+        slices_text(lease.slices),
+        lease.joined_at,
+        lease.granted_at,
+        lease.expires_at,
+        lease.deadline_at,
+        lease.ended_at,
+        lease.settled_at,
+        lease.reason.value if lease.reason else "",
+        lease.detail,
+        int(lease.busy),
+        lease.active_at,
+        lease.committed_at,
+        lease.preemptions,
+        int(lease.claimed),
+        lease.seen_at,
+        lease.wait_until,
+        lease.offer_until,
+        end.seq,
+        end.hash,
+        anchor,
+    )
+
+
+DEVICE_COLUMNS = (
+    "id, host, driver, ordinal, name, capacity_bytes, free_bytes, state, leases, session_leases, device_leases, "
+    "sole_tenant, note"
+)
+SELECT_DEVICE = f"SELECT {DEVICE_COLUMNS} FROM device"
+
+
+def device_of(r: Row) -> Device:
+    return Device(
+        id=r[0],
+        host=r[1],
+        driver=r[2],
+        ordinal=r[3],
+        name=r[4],
+        capacity_bytes=r[5],
+        free_bytes=r[6],
+        state=DeviceState(r[7]),
+        leases=r[8],
+        session_leases=r[9],
+        device_leases=r[10],
+        sole_tenant=r[11],
+        note=r[12],
+    )
+
+
+TENANT_COLUMNS = (
+    "name, weight, max_leases, max_vram_bytes, max_waiting, live_leases, live_bytes, waiting, used_us, rate_ppm, "
+    "as_of, cooldown_until"
+)
+SELECT_TENANT = f"SELECT {TENANT_COLUMNS} FROM tenant"
+
+
+def tenant_of(r: Row) -> Tenant:
+    return Tenant(
+        name=r[0],
+        weight=r[1],
+        max_leases=r[2],
+        max_vram_bytes=r[3],
+        max_waiting=r[4],
+        live_leases=r[5],
+        live_bytes=r[6],
+        waiting=r[7],
+        used_us=r[8],
+        rate_ppm=r[9],
+        as_of=r[10],
+        cooldown_until=r[11],
+    )
+
+
+HEAD_COLUMNS = "job, tenant, version, step, digest, cursor_text, epoch, committed_at, strand_seq, strand_hash"
+
+
+def head_of(r: Row) -> Head:
+    return Head(
+        job=r[0],
+        tenant=r[1],
+        version=r[2],
+        step=r[3],
+        digest=r[4],
+        cursor=r[5],
+        epoch=r[6],
+        committed_at=r[7],
+    )
+
+
+EFFECT_COLUMNS = "key, fingerprint, job, owner, epoch, completed, outcome, version"
+
+
+def effect_of(r: Row) -> Effect:
+    return Effect(
+        key=r[0],
+        fingerprint=r[1],
+        job=r[2],
+        owner=r[3],
+        epoch=r[4],
+        completed=bool(r[5]),
+        outcome=r[6],
+        version=r[7],
+    )

@@ -1,0 +1,565 @@
+"""The embedded engine: one SQLite file, many processes, no server.
+
+Rules of this file:
+- One writer at a time, chosen by a gate (`flock` on a sidecar file), never by SQLite's busy handler, which starves
+  waiters. Order: gate, BEGIN IMMEDIATE, work, COMMIT (synchronous=NORMAL), gate released, then fdatasync of the
+  write-ahead log before a durable verb returns. Others may therefore see a commit one fsync before it is durable;
+  whoever acts outside on something merely read calls `barrier` first.
+- flock and SQLite connections belong to one thread of one process: each thread opens its own, a forked child opens anew
+  and never touches what it inherited.
+- The clock is the host's boot clock, anchored once to the calendar and clamped by a stored high-water mark: stepping
+  the wall clock moves no lease. One file lives on one host, so every process reads the same boot clock.
+- With more than a few threads waiting, one thread commits for all of them (a savepoint each, one fsync together).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import apsw
+
+from sublet.core.errors import (
+    Disconnected,
+    InvariantBroken,
+    Misconfigured,
+    NotDurable,
+    SchemaMismatch,
+    SubletError,
+)
+from sublet.core.journal import GENESIS
+from sublet.core.policy import Policy
+from sublet.failpoints import failpoint
+from sublet.ledger import doorbell, migrations
+from sublet.ledger.ledger import SqlLedger
+from sublet.ledger.tx import Pool, Row, Tx
+from sublet.ports.bell import Bell
+from sublet.ports.clock import Clock
+
+T = TypeVar("T")
+
+#: 3.7.0 to 3.51.2 can corrupt a write-ahead log that is reset while another connection reads it.
+OLDEST_LIBRARY = (3, 51, 3)
+NETWORK_FILE_SYSTEMS = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "9p",
+        "afs",
+        "ceph",
+        "glusterfs",
+        "lustre",
+        "beegfs",
+        "fuse.sshfs",
+        "fuse.glusterfs",
+        "fuse.ceph",
+    ]
+)
+#: Waiting threads of one process above which one commits for all.
+COMBINE_ABOVE = 4
+COMBINE_MOST = 128
+_SAFETY_BUSY_MS = 10_000  # for foreign tools that open the file without the gate
+_PAGES_BEFORE_CHECKPOINT = 2000
+
+#: Connections inherited through fork: kept alive for ever, because closing one would touch the parent's files.
+_inherited: list[object] = []
+
+
+def library_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
+
+
+def check_library(version: tuple[int, ...]) -> None:
+    if version < OLDEST_LIBRARY:
+        raise Misconfigured(
+            f"SQLite {'.'.join(map(str, version))} can corrupt a shared ledger; "
+            f"{'.'.join(map(str, OLDEST_LIBRARY))} or newer is needed",
+            remedy="pip install --upgrade apsw",
+        )
+
+
+def file_system_of(path: Path, mounts: str | None = None) -> str:
+    """The file system type a path lies on, from the kernel's mount table."""
+    text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for line in text.splitlines():
+        parts = line.split(" ")
+        if len(parts) < 3:
+            continue
+        point = parts[1].replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, parts[2]
+    return kind
+
+
+def check_place(path: Path) -> None:
+    kind = file_system_of(path.parent)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise Misconfigured(
+            f"the ledger would lie on a network file system ({kind}), where file locks do not protect it",
+            remedy="set SUBLET_LEDGER to a local path, or to postgresql://… to share it between hosts",
+        )
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Foreign errors become ours at this edge, with their cause kept."""
+    try:
+        yield
+    except apsw.FullError as e:
+        raise NotDurable("the ledger's disk is full; the change was not made") from e
+    except (apsw.NotADBError, apsw.CorruptError) as e:
+        raise Misconfigured(
+            "the ledger file is damaged or not a ledger",
+            remedy="restore a backup with 'sublet migrate --restore'",
+        ) from e
+    except (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as e:
+        raise Misconfigured(
+            "the ledger file cannot be opened for writing", remedy="check its path and permissions"
+        ) from e
+    except apsw.ConstraintError as e:
+        raise InvariantBroken(f"the ledger refused an impossible change: {e}") from e
+    except (apsw.BusyError, apsw.LockedError) as e:
+        raise Disconnected("another program keeps the ledger file locked") from e
+    except apsw.IOError as e:
+        raise NotDurable("the ledger's disk reported an error; the change was not made") from e
+
+
+class _Connection:
+    """One thread's SQLite connection, gate and log descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        self.db = apsw.Connection(str(path))
+        self.db.set_busy_timeout(_SAFETY_BUSY_MS)
+        self.db.execute("PRAGMA journal_mode = wal")
+        self.db.execute("PRAGMA synchronous = normal")
+        self.db.execute(f"PRAGMA wal_autocheckpoint = {_PAGES_BEFORE_CHECKPOINT}")
+        # The log must keep its inode while anybody may fsync it.
+        keep = ctypes.c_int(1)
+        self.db.file_control("main", apsw.SQLITE_FCNTL_PERSIST_WAL, ctypes.addressof(keep))
+        self.gate = os.open(f"{path}-gate", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self._wal_path = f"{path}-wal"
+        self._wal = -1
+
+    def sync(self) -> None:
+        if self._wal < 0:
+            self._wal = os.open(self._wal_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(self._wal)
+        except OSError as e:
+            raise NotDurable("the ledger's disk did not confirm the change") from e
+
+    def close(self) -> None:
+        self.db.close()
+        os.close(self.gate)
+        if self._wal >= 0:
+            os.close(self._wal)
+
+
+class SqliteTx:
+    """Implements `ledger.tx.Tx`. BEGIN IMMEDIATE has locked everything, so a row needs no lock of its own."""
+
+    def __init__(self, db: apsw.Connection, clock: Clock, *, writing: bool) -> None:
+        self.rings: set[str] = set()
+        self._db = db
+        self._execute = db.execute
+        row = self._execute(
+            "SELECT epoch, waiting, journal_seq, journal_hash, policy, clock_us, boot_id, boot_offset_us FROM pool"
+        ).fetchone()
+        assert row is not None
+        self.pool = Pool(*row[:5])
+        self._boot_id: str = row[6]
+        self._offset: int = row[7]
+        self._rebased = False
+        if self._boot_id != clock.boot_id():
+            self._boot_id = clock.boot_id()
+            self._offset = max(clock.wall_us(), row[5]) - clock.boot_us()
+            self._rebased = True
+        self.now: int = max(row[5], self._offset + clock.boot_us())
+        self._writing = writing
+
+    def rows(self, sql: str, *params: Any) -> list[Row]:
+        return self._execute(sql, params).fetchall()
+
+    def row(self, sql: str, *params: Any) -> Row | None:
+        return self._execute(sql, params).fetchone()
+
+    locked = row
+
+    def run(self, sql: str, *params: Any) -> int:
+        self._execute(sql, params)
+        return self._db.changes()
+
+    def flush(self) -> None:
+        pool = self.pool
+        if pool.dirty:
+            self._execute(
+                "UPDATE pool SET clock_us = ?, epoch = ?, waiting = ?, journal_seq = ?, journal_hash = ?, policy = ?",
+                (self.now, pool.epoch, pool.waiting, pool.journal_seq, pool.journal_hash, pool.policy_text),
+            )
+        else:
+            self._execute("UPDATE pool SET clock_us = ?", (self.now,))
+        if self._rebased:
+            self._execute("UPDATE pool SET boot_id = ?, boot_offset_us = ?", (self._boot_id, self._offset))
+
+
+class SqliteEngine:
+    """Implements `ledger.ledger.Engine`."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self.path = path
+        self.clock = clock
+        self._bells = Path(f"{path}-bells")
+        self._local = threading.local()
+        self._open: list[_Connection] = []
+        self._open_lock = threading.Lock()
+        self._pid = os.getpid()
+        self._writers = 0
+        self._combiner: _Combiner | None = None
+        self._closed = False
+
+    # connections
+
+    def connection(self) -> _Connection:
+        if self._closed:
+            raise Disconnected("the ledger was closed")
+        if self._pid != os.getpid():
+            _inherited.extend((self._open, self._local, self._combiner))
+            self._pid, self._open, self._local = os.getpid(), [], threading.local()
+            self._open_lock, self._combiner, self._writers = threading.Lock(), None, 0
+        found: _Connection | None = getattr(self._local, "connection", None)
+        if found is None:
+            with _translated():
+                found = _Connection(self.path)
+            self._local.connection = found
+            with self._open_lock:
+                self._open.append(found)
+        return found
+
+    # transactions
+
+    def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T:
+        self._writers += 1
+        try:
+            if self._writers > COMBINE_ABOVE:
+                return self._combine(work, durable)
+            return self._write_alone(work, durable)
+        finally:
+            self._writers -= 1
+
+    def _write_alone(self, work: Callable[[Tx], T], durable: bool) -> T:
+        connection = self.connection()
+        failpoint("before_begin")
+        with _translated():
+            with gate(connection.gate):
+                tx, result = self._transact(connection, work)
+            if durable:
+                connection.sync()
+        failpoint("after_commit_before_reply")
+        if tx.rings:
+            self.ring(tx.rings)
+        return result
+
+    def _transact(self, connection: _Connection, work: Callable[[Tx], T]) -> tuple[SqliteTx, T]:
+        execute = connection.db.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            tx = SqliteTx(connection.db, self.clock, writing=True)
+            result = work(tx)
+            tx.flush()
+            failpoint("before_commit")
+            execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(apsw.Error):
+                execute("ROLLBACK")
+            raise
+        return tx, result
+
+    def _combine(self, work: Callable[[Tx], T], durable: bool) -> T:
+        self.connection()  # a forked child must not use its parent's combiner
+        with self._open_lock:
+            if self._combiner is None:
+                self._combiner = _Combiner(self)
+            combiner = self._combiner
+        return combiner.submit(work, durable)
+
+    def read(self, work: Callable[[Tx], T]) -> T:
+        connection = self.connection()
+        with _translated():
+            connection.db.execute("BEGIN")
+            try:
+                return work(SqliteTx(connection.db, self.clock, writing=False))
+            finally:
+                connection.db.execute("ROLLBACK")
+
+    def now(self) -> int:
+        return self.read(lambda tx: tx.now)
+
+    # the rest
+
+    def ring(self, topics: set[str]) -> None:
+        doorbell.ring(self._bells, topics)
+
+    def bell(self) -> Bell:
+        return doorbell.FileBell(self._bells)
+
+    def barrier(self) -> None:
+        self.connection().sync()
+
+    def describe(self) -> dict[str, str]:
+        row = self.read(lambda tx: tx.row("SELECT value FROM meta WHERE key = 'schema_version'"))
+        return {
+            "engine": "SQLite " + apsw.sqlite_lib_version(),
+            "path": str(self.path),
+            "schema": str(row[0]) if row else "none",
+            "file system": file_system_of(self.path),
+        }
+
+    def close(self) -> None:
+        self._closed = True
+        if self._pid != os.getpid():
+            _inherited.append(self._open)
+            return
+        if self._combiner is not None:
+            self._combiner.stop()
+        for connection in self._open:
+            with contextlib.suppress(apsw.Error, OSError):
+                connection.close()
+        self._open.clear()
+
+
+@contextlib.contextmanager
+def gate(fd: int) -> Iterator[None]:
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+class _Job:
+    __slots__ = ("done", "durable", "error", "result", "rings", "work")
+
+    def __init__(self, work: Callable[[Tx], Any], durable: bool) -> None:
+        self.work = work
+        self.durable = durable
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.rings: set[str] = set()
+
+
+class _Combiner:
+    """One thread commits for all that wait, another confirms to disk: while one batch is synced the next is written."""
+
+    def __init__(self, engine: SqliteEngine) -> None:
+        self._engine = engine
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._to_sync: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=loop, name=f"sublet-ledger-{name}", daemon=True)
+            for name, loop in (("writer", self._write_loop), ("syncer", self._sync_loop))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[Tx], T], durable: bool) -> T:
+        job = _Job(work, durable)
+        self._jobs.put(job)
+        job.done.wait()
+        if job.error is not None:
+            raise job.error
+        return job.result  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def _write_loop(self) -> None:
+        while True:
+            first = self._jobs.get()
+            if first is None:
+                self._to_sync.put(None)
+                return
+            batch = [first]
+            stopping = False
+            while len(batch) < COMBINE_MOST:
+                try:
+                    job = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+                if job is None:
+                    stopping = True
+                    break
+                batch.append(job)
+            self._commit(batch)
+            self._to_sync.put(batch)
+            if stopping:
+                self._to_sync.put(None)
+                return
+
+    def _commit(self, batch: list[_Job]) -> None:
+        try:
+            connection = self._engine.connection()
+            execute = connection.db.execute
+            with _translated(), gate(connection.gate):
+                execute("BEGIN IMMEDIATE")
+                try:
+                    for job in batch:
+                        self._run_one(connection, job)
+                    execute("COMMIT")
+                except BaseException:
+                    with contextlib.suppress(apsw.Error):
+                        execute("ROLLBACK")
+                    raise
+        except BaseException as e:
+            for job in batch:
+                job.error = e
+
+    def _run_one(self, connection: _Connection, job: _Job) -> None:
+        execute = connection.db.execute
+        execute("SAVEPOINT job")
+        try:
+            tx = SqliteTx(connection.db, self._engine.clock, writing=True)
+            job.result = job.work(tx)
+            tx.flush()
+            job.rings = tx.rings
+        except BaseException as e:
+            execute("ROLLBACK TO job")
+            job.error = e
+        execute("RELEASE job")
+
+    def _sync_loop(self) -> None:
+        while True:
+            batch = self._to_sync.get()
+            if batch is None:
+                return
+            ready = [job for job in batch if not job.durable]
+            for job in ready:
+                job.done.set()
+            waiting = [job for job in batch if job.durable]
+            if waiting:
+                try:
+                    self._engine.connection().sync()
+                except SubletError as e:
+                    for job in waiting:
+                        job.error = job.error or e
+                for job in waiting:
+                    job.done.set()
+            rings: set[str] = set().union(*(job.rings for job in batch))
+            if rings:
+                self._engine.ring(rings)
+
+
+# --- opening -------------------------------------------------------------------------------------------------
+
+
+def schema_version(db: apsw.Connection) -> int:
+    found = db.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'meta'").fetchone()
+    if not found or not found[0]:
+        anything = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if anything and anything[0]:
+            raise SchemaMismatch(
+                "the file is a SQLite database, but not a ledger",
+                remedy="point SUBLET_LEDGER at another path",
+            )
+        return 0
+    row = db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    return int(row[0]) if row else 0
+
+
+def apply_migrations(path: Path, clock: Clock) -> list[str]:
+    """Bring the file to the newest schema, each step in its own transaction. Returns the names of what was applied."""
+    with _translated():
+        connection = _Connection(path)
+        try:
+            with gate(connection.gate):
+                return _apply(connection, clock)
+        finally:
+            connection.close()
+
+
+def _apply(connection: _Connection, clock: Clock) -> list[str]:
+    db = connection.db
+    found = schema_version(db)
+    if found > migrations.newest("sqlite"):
+        migrations.check_version("sqlite", found)
+    done: list[str] = []
+    for step in migrations.migrations("sqlite"):
+        if step.number <= found:
+            continue
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            db.execute(step.sql)
+            if step.number == 1:
+                _first_rows(db, clock)
+            db.execute(
+                "INSERT INTO meta VALUES ('schema_version', ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                (str(step.number),),
+            )
+            db.execute("COMMIT")
+        except BaseException:
+            db.execute("ROLLBACK")
+            raise
+        done.append(f"{step.number:04d} {step.name}")
+    if done:
+        connection.sync()
+    return done
+
+
+def _first_rows(db: apsw.Connection, clock: Clock) -> None:
+    db.execute("INSERT INTO meta VALUES ('incarnation', ?)", (secrets.token_hex(8),))
+    db.execute(
+        "INSERT INTO pool VALUES (1, 0, ?, ?, ?, 0, 0, ?, ?)",
+        (clock.wall_us(), clock.boot_id(), clock.wall_us() - clock.boot_us(), GENESIS, Policy().to_text()),
+    )
+
+
+def open_ledger(url: str, clock: Clock) -> SqlLedger:
+    """`sqlite:PATH`. A new file gets its schema; an old or newer one is refused with what to do."""
+    path = Path(url.removeprefix("sqlite:")).expanduser()
+    check_library(library_version())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise Misconfigured(f"the ledger's folder {path.parent} cannot be made: {e.strerror}") from e
+    check_place(path)
+    with _translated():
+        db = apsw.Connection(str(path))
+        try:
+            db.set_busy_timeout(_SAFETY_BUSY_MS)
+            found = schema_version(db)
+        finally:
+            db.close()
+    if found == 0:
+        apply_migrations(path, clock)
+    else:
+        migrations.check_version("sqlite", found)
+    return SqlLedger(SqliteEngine(path, clock))
+
+
+def backup(path: Path, target: Path) -> None:
+    """A consistent copy of a live ledger."""
+    with _translated():
+        source = apsw.Connection(str(path))
+        copy = apsw.Connection(str(target))
+        try:
+            with copy.backup("main", source, "main") as running:
+                while not running.done:
+                    running.step(1000)
+        finally:
+            copy.close()
+            source.close()

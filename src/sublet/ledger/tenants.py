@@ -1,0 +1,77 @@
+"""Tenants and their quotas, as operators set them."""
+
+from __future__ import annotations
+
+from sublet.core.errors import BadInput, NotFound, SubletError
+from sublet.core.tenancy import Tenant
+from sublet.ledger.rows import SELECT_TENANT, TENANT_COLUMNS, tenant_of
+from sublet.ledger.slices import load_tenant
+from sublet.ledger.tx import Tx, write_main
+
+
+def list_tenants(tx: Tx) -> list[Tenant]:
+    return [tenant_of(r) for r in tx.rows(f"{SELECT_TENANT} ORDER BY name")]
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"tenant {name} is unknown", remedy=f"sublet tenant add {name}")
+
+
+def get_tenant(tx: Tx, name: str) -> Tenant | SubletError:
+    return load_tenant(tx, name) or _unknown(name)
+
+
+def _limits(tenant: Tenant) -> dict[str, object]:
+    return {
+        "weight": tenant.weight,
+        "max_leases": tenant.max_leases,
+        "max_vram_bytes": tenant.max_vram_bytes,
+        "max_waiting": tenant.max_waiting,
+    }
+
+
+def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool) -> Tenant | SubletError:
+    _ = tx.pool
+    known = load_tenant(tx, tenant.name)
+    if known is not None:
+        return known if exist_ok else BadInput(f"tenant {tenant.name} exists already")
+    tx.run(
+        f"INSERT INTO tenant ({TENANT_COLUMNS}) VALUES (?,?,?,?,?,0,0,0,0,0,?,0)",
+        tenant.name,
+        tenant.weight,
+        tenant.max_leases,
+        tenant.max_vram_bytes,
+        tenant.max_waiting,
+        tx.now,
+    )
+    write_main(tx, "tenant.added", tenant.name, tenant.name, {**_limits(tenant), "by": actor})
+    added = load_tenant(tx, tenant.name)
+    assert added is not None
+    return added
+
+
+def set_tenant(tx: Tx, name: str, changes: dict[str, int], actor: str) -> Tenant | SubletError:
+    _ = tx.pool
+    if load_tenant(tx, name) is None:
+        return _unknown(name)
+    for column, value in sorted(changes.items()):
+        tx.run(f"UPDATE tenant SET {column} = ? WHERE name = ?", value, name)
+    changed = load_tenant(tx, name)
+    assert changed is not None
+    write_main(tx, "tenant.changed", name, name, {**_limits(changed), "by": actor})
+    return changed
+
+
+def remove_tenant(tx: Tx, name: str, actor: str) -> SubletError | None:
+    _ = tx.pool
+    tenant = load_tenant(tx, name)
+    if tenant is None:
+        return _unknown(name)
+    if tenant.live_leases or tenant.waiting:
+        return BadInput(
+            f"tenant {name} still holds {tenant.live_leases} lease(s) and waits for {tenant.waiting}",
+            remedy="revoke or release them first; 'sublet ps' lists them",
+        )
+    tx.run("DELETE FROM tenant WHERE name = ?", name)
+    write_main(tx, "tenant.removed", name, name, {"by": actor})
+    return None

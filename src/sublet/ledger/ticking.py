@@ -1,0 +1,77 @@
+"""Running the schedule: load the view, ask `core.schedule.tick`, apply each instruction under its row's lock.
+
+Rules of this file:
+- The view is a read. Between it and the lock a lease may have been renewed, so every instruction is checked again
+  against the locked row and dropped when it no longer holds (L5).
+"""
+
+from __future__ import annotations
+
+from sublet.core import schedule
+from sublet.core.admission import Grant, Offer
+from sublet.core.lease import LeaseState, overdue
+from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
+from sublet.failpoints import failpoint
+from sublet.ledger import leases
+from sublet.ledger.rows import SELECT_LEASE, lease_of
+from sublet.ledger.tx import Tx, write_main
+from sublet.ports.ledger import HostView, TickResult
+
+
+def tick(tx: Tx, host: str) -> TickResult:
+    _ = tx.pool
+    _lose_silent_hosts(tx, host)
+    view = leases.load_view(tx, with_leases=True)
+    failpoint("reaper_after_read")
+    decided = schedule.tick(view, tx.now)
+    applied = tuple(step for step in decided if _apply(tx, step))
+    return TickResult(at=tx.now, instructions=applied, next_look_at=schedule.next_look_at(view, tx.now))
+
+
+def _apply(tx: Tx, step: Instruction) -> bool:
+    if isinstance(step, Grant | Offer):
+        return leases.apply_placement(tx, step) is not None
+    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", step.lease_id)
+    if row is None:
+        return False
+    lease = lease_of(row)
+    failpoint("reaper_before_write")
+    if isinstance(step, End):
+        reason = overdue(lease, tx.now)
+        if lease.epoch != step.epoch or reason is None:
+            return False
+        # A lease nobody took up, or one held by name only, has no process to tear down.
+        leases.finish(tx, row, reason, step.reason, settled=lease.holder.pid == 0)
+        return True
+    if isinstance(step, Revoke):
+        if lease.epoch != step.epoch or lease.state is not LeaseState.ACTIVE:
+            return False
+        leases.begin_revoke(tx, row, step.end_reason, step.reason, step.deadline_at, "schedule")
+        return True
+    if lease.state is not LeaseState.WAITING:
+        return False
+    if isinstance(step, Withdraw):
+        if lease.slices:
+            leases.withdraw_offer(tx, lease, step.reason)
+        return True
+    assert isinstance(step, Drop)
+    leases.finish(tx, row, step.end_reason, step.reason, settled=True)
+    return True
+
+
+def _lose_silent_hosts(tx: Tx, own: str) -> None:
+    """Devices of a host whose warden is silent are not granted; their leases run out by themselves."""
+    since = tx.now - tx.pool.policy.host_silence_us
+    for (name,) in tx.rows("SELECT name FROM host WHERE seen_at < ? AND name <> ? ORDER BY name", since, own):
+        lost = tx.run(
+            "UPDATE device SET state = 'lost', note = 'its warden is silent' WHERE host = ? AND state = 'ready'",
+            name,
+        )
+        if lost:
+            write_main(tx, "host.lost", "", name, {"devices": lost})
+
+
+def host_view(tx: Tx, host: str, now: int) -> HostView:
+    """Read without a lock: the warden acts on it only after a barrier, and every act re-checks."""
+    found = tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND host = ? ORDER BY id", host)
+    return HostView(at=now, leases=tuple(lease_of(r) for r in found))

@@ -1,0 +1,121 @@
+"""A transaction as the verbs see it, the same for both engines.
+
+Rules of this file:
+- SQL is written once with `?` placeholders in the part of the language both engines share. What differs (how to lock
+  a row, what time it is) is a method here.
+- `now` exists only after a lock was taken: a time read before waiting for a lock is a time in the past.
+- The pool row is loaded at most once and written back at most once, at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sublet.core import journal as chain
+from sublet.core.policy import Policy
+
+Row = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Pool:
+    """The pool row inside one transaction."""
+
+    epoch: int
+    waiting: int
+    journal_seq: int
+    journal_hash: str
+    policy_text: str
+    dirty: bool = False
+    _policy: Policy | None = None
+
+    @property
+    def policy(self) -> Policy:
+        if self._policy is None:
+            self._policy = policy_of(self.policy_text)
+        return self._policy
+
+    def next_epoch(self) -> int:
+        self.epoch += 1
+        self.dirty = True
+        return self.epoch
+
+
+_parsed: dict[str, Policy] = {}
+
+
+def policy_of(text: str) -> Policy:
+    """Parsed once per distinct text: a grant must not pay for JSON."""
+    found = _parsed.get(text)
+    if found is None:
+        if len(_parsed) > 16:
+            _parsed.clear()
+        found = _parsed[text] = Policy.from_text(text)
+    return found
+
+
+class Tx(Protocol):
+    rings: set[str]  # topics to ring once the transaction is committed
+
+    def rows(self, sql: str, *params: object) -> list[Row]: ...
+    def row(self, sql: str, *params: object) -> Row | None: ...
+    def run(self, sql: str, *params: object) -> int:
+        """How many rows it changed."""
+
+    def locked(self, sql: str, *params: object) -> Row | None:
+        """The row, locked until the end of the transaction."""
+
+    @property
+    def pool(self) -> Pool:
+        """The pool row, locked."""
+
+    @property
+    def now(self) -> int:
+        """The ledger's clock, read after the lock."""
+
+
+def write_main(tx: Tx, kind: str, tenant: str, subject: str, body: dict[str, object]) -> str:
+    """Append to the main strand. Its end lives in the pool row, so this takes the pool's lock."""
+    pool = tx.pool
+    pool.journal_seq += 1
+    text = chain.body_text(body)
+    pool.journal_hash = chain.entry_hash(
+        pool.journal_hash, chain.MAIN, pool.journal_seq, tx.now, kind, tenant, subject, text
+    )
+    pool.dirty = True
+    _insert(tx, chain.MAIN, pool.journal_seq, kind, tenant, subject, text, pool.journal_hash)
+    return pool.journal_hash
+
+
+def write_strand(
+    tx: Tx,
+    strand: str,
+    end: chain.StrandEnd,
+    kind: str,
+    tenant: str,
+    subject: str,
+    body: dict[str, object],
+) -> chain.StrandEnd:
+    """Append to a strand whose owning row the caller has locked and will write back."""
+    text = chain.body_text(body)
+    seq = end.seq + 1
+    digest = chain.entry_hash(end.hash, strand, seq, tx.now, kind, tenant, subject, text)
+    _insert(tx, strand, seq, kind, tenant, subject, text, digest)
+    return chain.StrandEnd(seq, digest)
+
+
+def _insert(
+    tx: Tx, strand: str, seq: int, kind: str, tenant: str, subject: str, text: str, digest: str
+) -> None:
+    tx.run(
+        "INSERT INTO journal (strand, seq, at, kind, tenant, subject, body, hash) VALUES (?,?,?,?,?,?,?,?)",
+        strand,
+        seq,
+        tx.now,
+        kind,
+        tenant,
+        subject,
+        text,
+        digest,
+    )

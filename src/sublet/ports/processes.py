@@ -1,0 +1,31 @@
+"""Processes of this host, as the warden sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from sublet.core.lease import Holder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """Proof of teardown: what ended, how, how long it took."""
+
+    proven: bool
+    ladder: str  # 'gone', 'term', 'kill', or 'unproven'
+    containment: str
+    pids: tuple[int, ...] = ()
+    duration_us: int = 0
+    detail: str = ""
+
+
+class Processes(Protocol):
+    def identify(self, pid: int) -> Holder | None:
+        """Called by a runtime that is about to hold a lease, for its own pid or one it was given."""
+
+    def watch(self, holder: Holder) -> int | None:
+        """A descriptor that becomes readable when the process ends; None when it is already gone."""
+
+    def end(self, holder: Holder, term_wait_us: int) -> Receipt:
+        """Called by the warden at a deadline: TERM, then KILL, for the process and all below it, and wait."""
