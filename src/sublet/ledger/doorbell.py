@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import select
-from pathlib import Path
 
 _IN_ATTRIB = 0x4
 _IN_NONBLOCK = 0o4000
@@ -19,11 +18,11 @@ _IN_CLOEXEC = 0o2000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _file(folder: Path, topic: str) -> str:
-    return str(folder / topic.replace(":", "_"))
+def _file(folder: str, topic: str) -> str:
+    return f"{folder}/{topic.replace(':', '_')}"
 
 
-def ring(folder: Path, topics: set[str]) -> None:
+def ring(folder: str, topics: set[str]) -> None:
     for topic in topics:
         with contextlib.suppress(OSError):
             os.utime(_file(folder, topic))
@@ -32,9 +31,9 @@ def ring(folder: Path, topics: set[str]) -> None:
 class FileBell:
     """Implements `ports.bell.Bell`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         self._fd = _libc.inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "inotify is not available")

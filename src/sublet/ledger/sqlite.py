@@ -223,7 +223,7 @@ class SqliteEngine:
     def __init__(self, path: Path, clock: Clock) -> None:
         self.path = path
         self.clock = clock
-        self._bells = Path(f"{path}-bells")
+        self._bells = f"{path}-bells"
         self._local = threading.local()
         self._open: list[_Connection] = []
         self._open_lock = threading.Lock()

@@ -6,19 +6,13 @@ from typing import Protocol
 
 
 class Bell(Protocol):
-    """One listener. Wake-ups may be spurious and may (rarely) be lost, so every user also polls."""
+    """One listener, waited on by one thread. Wake-ups may be spurious or lost, so every user also polls."""
 
     def listen(self, topic: str) -> None:
-        """Start hearing a topic: `lease:ID` for its holder or waiter, `host:NAME` for its warden."""
+        """Start hearing a topic: `lease:ID` for its holder or waiter, `host:NAME` and `schedule` for a warden."""
 
     def unlisten(self, topic: str) -> None:
         """Stop hearing it."""
-
-    def fileno(self) -> int:
-        """Readable when something rang; for a poller."""
-
-    def drain(self) -> None:
-        """Forget what rang."""
 
     def wait(self, timeout_us: int) -> bool:
         """Block until something rings or the time is over; True when it rang."""

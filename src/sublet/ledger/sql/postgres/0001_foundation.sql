@@ -104,7 +104,6 @@ CREATE TABLE lease (
 CREATE INDEX lease_live ON lease (host) WHERE settled_at = 0;
 CREATE INDEX lease_waiting ON lease (joined_at) WHERE state = 'waiting';
 CREATE INDEX lease_preempted ON lease (tenant, job, ended_at) WHERE reason = 'preempted';
-CREATE INDEX lease_joined ON lease (joined_at);
 
 -- Live slices only: who sits on a device now.
 CREATE TABLE slice (
@@ -168,4 +167,3 @@ CREATE TABLE journal (
     body TEXT NOT NULL,
     hash TEXT NOT NULL
 );
-CREATE UNIQUE INDEX journal_by_strand ON journal (strand, seq);

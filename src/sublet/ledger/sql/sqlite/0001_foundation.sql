@@ -3,7 +3,7 @@
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,
     value TEXT NOT NULL
-) STRICT;
+) STRICT, WITHOUT ROWID;
 
 -- One row. Every verb that changes who holds what locks it first: grant and return are one queue.
 CREATE TABLE pool (
@@ -31,12 +31,12 @@ CREATE TABLE tenant (
     rate_ppm INTEGER NOT NULL CHECK (rate_ppm >= 0),
     as_of INTEGER NOT NULL,
     cooldown_until INTEGER NOT NULL
-) STRICT;
+) STRICT, WITHOUT ROWID;
 
 CREATE TABLE host (
     name TEXT PRIMARY KEY,
     seen_at INTEGER NOT NULL
-) STRICT;
+) STRICT, WITHOUT ROWID;
 
 -- The sums (free_bytes, leases, ...) are kept by every grant and return, so that a grant never reads other leases.
 CREATE TABLE device (
@@ -54,7 +54,7 @@ CREATE TABLE device (
     sole_tenant TEXT NOT NULL,
     note TEXT NOT NULL,
     CHECK (device_leases = 0 OR leases = 1)
-) STRICT;
+) STRICT, WITHOUT ROWID;
 CREATE INDEX device_by_host ON device (host, free_bytes);
 CREATE INDEX device_by_room ON device (free_bytes);
 
@@ -99,12 +99,11 @@ CREATE TABLE lease (
     strand_seq INTEGER NOT NULL,
     strand_hash TEXT NOT NULL,
     strand_anchor TEXT NOT NULL
-) STRICT;
+) STRICT, WITHOUT ROWID;
 -- expires_at has no index on purpose: a renewal must stay cheap.
 CREATE INDEX lease_live ON lease (host) WHERE settled_at = 0;
 CREATE INDEX lease_waiting ON lease (joined_at) WHERE state = 'waiting';
 CREATE INDEX lease_preempted ON lease (tenant, job, ended_at) WHERE reason = 'preempted';
-CREATE INDEX lease_joined ON lease (joined_at);
 
 -- Live slices only: who sits on a device now.
 CREATE TABLE slice (
@@ -115,7 +114,7 @@ CREATE TABLE slice (
     vram_bytes INTEGER NOT NULL CHECK (vram_bytes > 0),
     rate_ppm INTEGER NOT NULL,
     PRIMARY KEY (device_id, lease_id)
-) STRICT;
+) STRICT, WITHOUT ROWID;
 CREATE INDEX slice_by_lease ON slice (lease_id);
 
 CREATE TABLE head (
@@ -130,7 +129,7 @@ CREATE TABLE head (
     strand_seq INTEGER NOT NULL,
     strand_hash TEXT NOT NULL,
     strand_anchor TEXT NOT NULL
-) STRICT;
+) STRICT, WITHOUT ROWID;
 
 CREATE TABLE effect (
     key TEXT PRIMARY KEY,
@@ -141,7 +140,7 @@ CREATE TABLE effect (
     completed INTEGER NOT NULL,
     outcome TEXT NOT NULL,
     version INTEGER NOT NULL
-) STRICT;
+) STRICT, WITHOUT ROWID;
 
 -- One closed interval per lease.
 CREATE TABLE usage (
@@ -154,11 +153,11 @@ CREATE TABLE usage (
     gpu_us INTEGER NOT NULL CHECK (gpu_us >= 0),
     vram_byte_s INTEGER NOT NULL CHECK (vram_byte_s >= 0),
     reason TEXT NOT NULL
-) STRICT;
+) STRICT, WITHOUT ROWID;
 CREATE INDEX usage_by_tenant ON usage (tenant, to_at);
 
 CREATE TABLE journal (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    id INTEGER PRIMARY KEY,
     strand TEXT NOT NULL,
     seq INTEGER NOT NULL,
     at INTEGER NOT NULL,
@@ -168,4 +167,3 @@ CREATE TABLE journal (
     body TEXT NOT NULL,
     hash TEXT NOT NULL
 ) STRICT;
-CREATE UNIQUE INDEX journal_by_strand ON journal (strand, seq);

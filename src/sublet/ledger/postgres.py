@@ -1,0 +1,618 @@
+"""The shared engine: PostgreSQL 14 or newer, many hosts.
+
+Rules of this file:
+- A verb locks its rows first and reads `clock_timestamp()` in a later statement; never both in one.
+- The hot verbs are one function call each (`sql/postgres/0002_hot_verbs.sql`). They do the plain success; anything else
+  falls through to the verbs written once for both engines.
+- Two connections per thread: a durable one, and one with `synchronous_commit = off` for what may be lost in a crash.
+- A connection that fails in the middle leaves the outcome unknown. Every verb is idempotent by its key and looks that key
+  up under the lock first, so it is simply run again on a new connection, until its patience is over (S5).
+- NOTIFY goes out after the commit, from a thread of its own, so no transaction waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from sublet.core.effect import Commit, Committed, Duplicate
+from sublet.core.errors import (
+    BadInput,
+    Disconnected,
+    InvariantBroken,
+    Misconfigured,
+    MissingExtra,
+    NotDurable,
+    SchemaMismatch,
+    SubletError,
+)
+from sublet.core.journal import GENESIS
+from sublet.core.lease import Holder, Request
+from sublet.core.policy import Policy
+from sublet.core.values import check_job, check_name
+from sublet.failpoints import ConnectionDropped, failpoint
+from sublet.ledger import migrations
+from sublet.ledger.leases import host_topic, secret_hash
+from sublet.ledger.ledger import SqlLedger
+from sublet.ledger.rows import lease_of
+from sublet.ledger.tx import Pool, Row, Tx
+from sublet.ports.bell import Bell
+from sublet.ports.clock import Clock
+from sublet.ports.ledger import Answer, LeaseKey
+
+try:
+    import psycopg
+    from psycopg import errors as pg
+except ImportError as missing:
+    raise MissingExtra(
+        "a PostgreSQL ledger needs the driver that is installed with the extra 'postgres'",
+        remedy="pip install 'sublet[postgres]'",
+    ) from missing
+
+T = TypeVar("T")
+DEFAULT_PATIENCE_US = 10_000_000
+CONNECT_SECONDS = 3
+CHANNEL = "sublet"
+OLDEST_SERVER = 140_000
+
+_statements: dict[str, str] = {}
+
+
+def _placed(sql: str) -> str:
+    found = _statements.get(sql)
+    if found is None:
+        found = _statements[sql] = sql.replace("?", "%s")
+    return found
+
+
+class PostgresTx:
+    """Implements `ledger.tx.Tx`."""
+
+    def __init__(self, connection: psycopg.Connection[Row]) -> None:
+        self.rings: set[str] = set()
+        self._connection = connection
+        self._pool: Pool | None = None
+        self._now: int | None = None
+
+    def rows(self, sql: str, *params: object) -> list[Row]:
+        return self._connection.execute(_placed(sql), params).fetchall()
+
+    def row(self, sql: str, *params: object) -> Row | None:
+        return self._connection.execute(_placed(sql), params).fetchone()
+
+    def locked(self, sql: str, *params: object) -> Row | None:
+        return self.row(f"{sql} FOR UPDATE", *params)
+
+    def run(self, sql: str, *params: object) -> int:
+        return self._connection.execute(_placed(sql), params).rowcount
+
+    @property
+    def pool(self) -> Pool:
+        if self._pool is None:
+            row = self.row(
+                "SELECT epoch, waiting, journal_seq, journal_hash, policy, clock_us FROM pool WHERE id = 1 FOR UPDATE"
+            )
+            assert row is not None
+            self._pool = Pool(*row[:5])
+            self._now = max(row[5], self._clock())
+        return self._pool
+
+    @property
+    def now(self) -> int:
+        if self._now is None:
+            self._now = self._clock()
+        return self._now
+
+    def _clock(self) -> int:
+        row = self.row("SELECT sublet_now()")
+        assert row is not None
+        return int(row[0])
+
+    def flush(self) -> None:
+        pool = self._pool
+        if pool is not None and pool.dirty:
+            self.run(
+                "UPDATE pool SET clock_us = ?, epoch = ?, waiting = ?, journal_seq = ?, journal_hash = ?, policy = ? "
+                "WHERE id = 1",
+                self.now,
+                pool.epoch,
+                pool.waiting,
+                pool.journal_seq,
+                pool.journal_hash,
+                pool.policy_text,
+            )
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The server's URL and our schema, which may be given as `?sublet_schema=NAME`."""
+    found = re.search(r"[?&]sublet_schema=([^&]*)", url)
+    if found is None:
+        return url, "sublet"
+    schema = found.group(1)
+    if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema):
+        raise BadInput(f"sublet_schema {schema[:40]!r} is not a schema name: use a-z, 0-9 and _")
+    return re.sub(r"[?&]$", "", re.sub(r"sublet_schema=[^&]*&?", "", url)), schema
+
+
+#: Connections inherited through fork: never used, never closed by the child.
+_inherited: list[object] = []
+
+
+class PostgresEngine:
+    """Implements `ledger.ledger.Engine`."""
+
+    def __init__(self, url: str, *, patience_us: int = DEFAULT_PATIENCE_US) -> None:
+        self._url, self.schema = split_url(url)
+        self.patience_us = patience_us
+        self.skew_us = 0  # for tests: added to the server's clock
+        self._local = threading.local()
+        self._pid = os.getpid()
+        self._open: list[psycopg.Connection[Row]] = []
+        self._notifier: _Notifier | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # connections
+
+    def connect(self, *, durable: bool = True) -> psycopg.Connection[Row]:
+        connection: psycopg.Connection[Row] = psycopg.connect(
+            self._url,
+            autocommit=True,
+            connect_timeout=CONNECT_SECONDS,
+            prepare_threshold=1,
+            application_name="sublet",
+        )
+        connection.execute(
+            "SELECT set_config('search_path', %s, false), set_config('synchronous_commit', %s, false), "
+            "set_config('sublet.skew_us', %s, false)",
+            (f'"{self.schema}"', "on" if durable else "off", str(self.skew_us)),
+        )
+        return connection
+
+    def _connection(self, durable: bool) -> psycopg.Connection[Row]:
+        if self._closed:
+            raise Disconnected("the ledger was closed")
+        if self._pid != os.getpid():
+            _inherited.extend((self._open, self._local, self._notifier))
+            self._pid, self._open, self._local = os.getpid(), [], threading.local()
+            self._notifier, self._lock = None, threading.Lock()
+        name = "durable" if durable else "relaxed"
+        found = getattr(self._local, name, None)
+        if found is not None and (found.closed or found.broken):
+            found = None
+        if found is None:
+            found = self.connect(durable=durable)
+            setattr(self._local, name, found)
+            setattr(self._local, name + "_skew", self.skew_us)
+            with self._lock:
+                self._open = [c for c in self._open if not c.closed] + [found]
+        if getattr(self._local, name + "_skew") != self.skew_us:
+            found.execute("SELECT set_config('sublet.skew_us', %s, false)", (str(self.skew_us),))
+            setattr(self._local, name + "_skew", self.skew_us)
+        return found
+
+    def _drop(self, durable: bool) -> None:
+        name = "durable" if durable else "relaxed"
+        found = getattr(self._local, name, None)
+        if found is not None:
+            setattr(self._local, name, None)
+            with contextlib.suppress(Exception):
+                found.close()
+
+    # transactions
+
+    def attempt(
+        self, durable: bool, work: Callable[[psycopg.Connection[Row]], T], patience_us: int | None
+    ) -> T:
+        """Run on a connection; on a lost one run again on a new one until patience is over."""
+        patience = self.patience_us if patience_us is None else patience_us
+        give_up = time.monotonic() + patience / 1e6
+        pause = 0.005
+        while True:
+            try:
+                with _translated():
+                    return work(self._connection(durable))
+            except _Again as again:
+                if again.lost:
+                    self._drop(durable)
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    raise Disconnected(
+                        "the ledger's PostgreSQL server does not answer; nothing is assumed to be held"
+                    ) from again.__cause__
+                time.sleep(min(pause * (0.5 + secrets.randbelow(1000) / 1000), left))
+                pause = min(pause * 2, 0.25)
+
+    def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T:
+        def run(connection: psycopg.Connection[Row]) -> tuple[PostgresTx, T]:
+            failpoint("before_begin")
+            with connection.transaction():
+                tx = PostgresTx(connection)
+                result = work(tx)
+                tx.flush()
+                failpoint("before_commit")
+            failpoint("after_commit_before_reply")
+            return tx, result
+
+        tx, result = self.attempt(durable, run, patience_us)
+        if tx.rings:
+            self.ring(tx.rings)
+        return result
+
+    def read(self, work: Callable[[Tx], T]) -> T:
+        def run(connection: psycopg.Connection[Row]) -> T:
+            with connection.transaction():
+                connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                return work(PostgresTx(connection))
+
+        return self.attempt(False, run, None)
+
+    def call(
+        self, sql: str, params: Sequence[object], *, durable: bool, patience_us: int | None = None
+    ) -> Row | None:
+        """One function, one round trip, its own transaction."""
+
+        def run(connection: psycopg.Connection[Row]) -> Row | None:
+            failpoint("before_begin")
+            found = connection.execute(sql, params).fetchone()
+            failpoint("after_commit_before_reply")
+            return found
+
+        return self.attempt(durable, run, patience_us)
+
+    def now(self) -> int:
+        row = self.call("SELECT sublet_now()", (), durable=False)
+        assert row is not None
+        return int(row[0])
+
+    # the rest
+
+    def ring(self, topics: set[str]) -> None:
+        with self._lock:
+            if self._notifier is None:
+                self._notifier = _Notifier(self)
+            notifier = self._notifier
+        notifier.ring(topics)
+
+    def bell(self) -> Bell:
+        return PostgresBell(self)
+
+    def barrier(self) -> None:
+        """A durable commit flushes the log up to itself, and so everything seen before it."""
+        self.write(
+            lambda tx: tx.run("UPDATE host SET seen_at = seen_at WHERE name = (SELECT min(name) FROM host)"),
+            durable=True,
+        )
+
+    def describe(self) -> dict[str, str]:
+        def read(tx: Tx) -> dict[str, str]:
+            version = tx.row("SELECT value FROM meta WHERE key = 'schema_version'")
+            server = tx.row("SHOW server_version")
+            return {
+                "engine": f"PostgreSQL {server[0] if server else '?'}",
+                "namespace": self.schema,
+                "schema": str(version[0]) if version else "none",
+            }
+
+        return self.read(read)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._pid != os.getpid():
+            _inherited.append(self._open)
+            return
+        if self._notifier is not None:
+            self._notifier.stop()
+        for connection in self._open:
+            with contextlib.suppress(Exception):
+                connection.close()
+        self._open.clear()
+
+
+class _Again(Exception):
+    """The transaction may be run again; `lost` says the connection is gone and its outcome unknown."""
+
+    def __init__(self, *, lost: bool) -> None:
+        self.lost = lost
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (pg.SerializationFailure, pg.DeadlockDetected, pg.LockNotAvailable, pg.UniqueViolation) as e:
+        raise _Again(lost=False) from e
+    except (pg.InvalidPassword, pg.InvalidAuthorizationSpecification, pg.InvalidCatalogName) as e:
+        raise Misconfigured(
+            "the PostgreSQL server refused the ledger's credentials or database",
+            remedy="check the user, password and database in SUBLET_LEDGER",
+        ) from e
+    except (pg.UndefinedTable, pg.UndefinedFunction, pg.InvalidSchemaName) as e:
+        raise SchemaMismatch("the database has no ledger in it", remedy="run 'sublet migrate'") from e
+    except (pg.CheckViolation, pg.NotNullViolation) as e:
+        raise InvariantBroken(f"the ledger refused an impossible change: {e.diag.constraint_name}") from e
+    except pg.DiskFull as e:
+        raise NotDurable("the ledger's disk is full; the change was not made") from e
+    except psycopg.ProgrammingError as e:
+        if "connection option" in str(e) or "conninfo" in str(e) or "URI" in str(e):
+            raise Misconfigured(
+                "SUBLET_LEDGER is not a PostgreSQL address",
+                remedy="write postgresql://user@host/database",
+            ) from e
+        raise
+    except (psycopg.OperationalError, pg.ReadOnlySqlTransaction, pg.AdminShutdown, ConnectionDropped) as e:
+        # A server that restarts, a dropped connection, a standby that answers: another try may reach the primary.
+        if "password authentication" in str(e) or "does not exist" in str(e):
+            raise Misconfigured(
+                "the PostgreSQL server refused the ledger's credentials or database",
+                remedy="check the user, password and database in SUBLET_LEDGER",
+            ) from e
+        raise _Again(lost=True) from e
+
+
+class _Notifier:
+    """Sends NOTIFY after the commit, many topics in one statement."""
+
+    def __init__(self, engine: PostgresEngine) -> None:
+        self._engine = engine
+        self._topics: queue.SimpleQueue[set[str] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name="sublet-ledger-notifier", daemon=True).start()
+
+    def ring(self, topics: set[str]) -> None:
+        self._topics.put(topics)
+
+    def stop(self) -> None:
+        self._topics.put(None)
+
+    def _loop(self) -> None:
+        connection: psycopg.Connection[Row] | None = None
+        while True:
+            wanted = self._topics.get()
+            if wanted is None:
+                break
+            topics = set(wanted)
+            with contextlib.suppress(queue.Empty):
+                while len(topics) < 64:
+                    more = self._topics.get_nowait()
+                    if more is None:
+                        return
+                    topics |= more
+            try:
+                if connection is None or connection.closed:
+                    connection = self._engine.connect(durable=False)
+                connection.execute(
+                    "SELECT pg_notify(%s, t) FROM unnest(%s::text[]) t", (CHANNEL, sorted(topics))
+                )
+            except psycopg.Error:
+                # A hint was lost; everybody also polls.
+                if connection is not None:
+                    with contextlib.suppress(Exception):
+                        connection.close()
+                connection = None
+        if connection is not None:
+            connection.close()
+
+
+class PostgresBell:
+    """Implements `ports.bell.Bell`: one connection that listens, topics filtered here."""
+
+    def __init__(self, engine: PostgresEngine) -> None:
+        self._engine = engine
+        self._topics: set[str] = set()
+        self._connection: psycopg.Connection[Row] | None = None
+        self._closed = False
+
+    def listen(self, topic: str) -> None:
+        self._topics.add(topic)
+
+    def unlisten(self, topic: str) -> None:
+        self._topics.discard(topic)
+
+    def wait(self, timeout_us: int) -> bool:
+        deadline = time.monotonic() + max(0, timeout_us) / 1e6
+        while not self._closed:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            try:
+                if self._connection is None:
+                    self._connection = self._engine.connect(durable=False)
+                    self._connection.execute(f"LISTEN {CHANNEL}")
+                    return True  # something may have rung while nobody listened
+                for notify in self._connection.notifies(timeout=left, stop_after=1):
+                    if notify.payload in self._topics:
+                        return True
+            except psycopg.Error:
+                self._let_go()
+                time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+        return False
+
+    def _let_go(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                connection.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._let_go()
+
+
+class PostgresLedger(SqlLedger):
+    """The verbs of `SqlLedger`, with the hot ones tried as one function call first."""
+
+    engine: PostgresEngine
+
+    def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
+        check_name(request.tenant, what="tenant")
+        check_name(lease_id, what="lease id")
+        check_name(holder.host, what="host")
+        if request.job:
+            check_job(request.job)
+        if request.count == 1:
+            row = self.engine.call(
+                "SELECT * FROM sublet_acquire(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",
+                (
+                    lease_id,
+                    secret_hash(secret),
+                    request.tenant,
+                    request.job,
+                    request.tier.value,
+                    request.exclusivity.value,
+                    request.vram_bytes,
+                    request.least_bytes,
+                    int(request.wants_offers),
+                    request.ttl_us,
+                    request.wait_us,
+                    request.hold_cap_us,
+                    request.host,
+                    holder.host,
+                    holder.pid,
+                    holder.started,
+                ),
+                durable=True,
+            )
+            if row is not None:
+                lease = lease_of(row)
+                self.engine.ring({host_topic(holder.host)})
+                return Answer(lease=lease, at=lease.granted_at)
+        return super().acquire(lease_id, secret, request, holder)
+
+    def renew(self, key: LeaseKey, *, busy: bool = True, patience_us: int | None = None) -> Answer:
+        row = self.engine.call(
+            "SELECT * FROM sublet_renew(%s,%s,%s,%s)",
+            (key.lease_id, key.epoch, secret_hash(key.secret), int(busy)),
+            durable=False,
+            patience_us=patience_us,
+        )
+        if row is not None:
+            lease = lease_of(row)
+            return Answer(lease=lease, at=lease.active_at)
+        return super().renew(key, busy=busy, patience_us=patience_us)
+
+    def renew_many(
+        self, keys: Sequence[tuple[LeaseKey, bool]], *, patience_us: int | None = None
+    ) -> list[Answer | SubletError]:
+        ordered = sorted(keys, key=lambda k: k[0].lease_id)
+        wanted = [(key.lease_id, key.epoch, secret_hash(key.secret), int(busy)) for key, busy in ordered]
+
+        def run(connection: psycopg.Connection[Row]) -> list[Row]:
+            ids, epochs, hashes, busies = (list(column) for column in zip(*wanted, strict=True))
+            return connection.execute(
+                "SELECT r.* FROM unnest(%s::text[], %s::bigint[], %s::text[], %s::bigint[]) AS k(id, epoch, hash, busy), "
+                "LATERAL sublet_renew(k.id, k.epoch, k.hash, k.busy) AS r",
+                (ids, epochs, hashes, busies),
+            ).fetchall()
+
+        if not wanted:
+            return []
+        renewed = {row[0]: lease_of(row) for row in self.engine.attempt(False, run, patience_us)}
+        answers: list[Answer | SubletError] = []
+        for key, busy in ordered:
+            lease = renewed.get(key.lease_id)
+            if lease is not None:
+                answers.append(Answer(lease=lease, at=lease.active_at))
+                continue
+            try:
+                answers.append(super().renew(key, busy=busy, patience_us=patience_us))
+            except SubletError as refusal:
+                answers.append(refusal)
+        return answers
+
+    def release(self, lease_id: str, secret: str) -> bool:
+        row = self.engine.call("SELECT sublet_release(%s,%s)", (lease_id, secret_hash(secret)), durable=False)
+        if row is not None and row[0]:
+            return True
+        return super().release(lease_id, secret)
+
+    def commit(self, key: LeaseKey, commit: Commit) -> Committed | Duplicate:
+        check_job(commit.job)
+        row = self.engine.call(
+            "SELECT sublet_commit(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",
+            (
+                key.lease_id,
+                key.epoch,
+                secret_hash(key.secret),
+                commit.job,
+                commit.key,
+                commit.step,
+                commit.fingerprint,
+                commit.expected_version,
+                commit.digest,
+                commit.cursor,
+                commit.outcome,
+            ),
+            durable=True,
+        )
+        if row is not None and row[0]:
+            return Committed(int(row[0]))
+        return super().commit(key, commit)
+
+
+# --- opening -------------------------------------------------------------------------------------------------
+
+
+def _schema_version(connection: psycopg.Connection[Row], schema: str) -> int:
+    found = connection.execute("SELECT to_regclass(%s)", (f'"{schema}".meta',)).fetchone()
+    if not found or found[0] is None:
+        return 0
+    row = connection.execute(f"SELECT value FROM \"{schema}\".meta WHERE key = 'schema_version'").fetchone()
+    return int(row[0]) if row else 0
+
+
+def apply_migrations(url: str, clock: Clock) -> list[str]:
+    engine = PostgresEngine(url)
+    try:
+        return engine.attempt(True, lambda connection: _apply(connection, engine.schema, clock), None)
+    finally:
+        engine.close()
+
+
+def _apply(connection: psycopg.Connection[Row], schema: str, clock: Clock) -> list[str]:
+    if connection.info.server_version < OLDEST_SERVER:
+        raise Misconfigured("the PostgreSQL server is older than 14", remedy="use PostgreSQL 14 or newer")
+    done: list[str] = []
+    with connection.transaction():
+        # Two processes that start at once must not both create it.
+        connection.execute("SELECT pg_advisory_xact_lock(hashtext('sublet-migrate'))")
+        connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"')
+        found = _schema_version(connection, schema)
+        if found > migrations.newest("postgres"):
+            migrations.check_version("postgres", found)
+        for step in migrations.migrations("postgres"):
+            if step.number <= found:
+                continue
+            connection.execute(step.sql.encode())
+            if step.number == 1:
+                _first_rows(connection, clock)
+            connection.execute(
+                "INSERT INTO meta VALUES ('schema_version', %s) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                (str(step.number),),
+            )
+            done.append(f"{step.number:04d} {step.name}")
+    return done
+
+
+def _first_rows(connection: psycopg.Connection[Row], clock: Clock) -> None:
+    connection.execute("INSERT INTO meta VALUES ('incarnation', %s)", (secrets.token_hex(8),))
+    connection.execute(
+        "INSERT INTO pool VALUES (1, 0, 0, 'server', 0, 0, 0, %s, %s)", (GENESIS, Policy().to_text())
+    )
+
+
+def open_ledger(url: str, clock: Clock, *, patience_us: int = DEFAULT_PATIENCE_US) -> PostgresLedger:
+    """`postgresql://…`. An empty database gets its schema; an old or newer one is refused with what to do."""
+    engine = PostgresEngine(url, patience_us=patience_us)
+    found = engine.attempt(True, lambda connection: _schema_version(connection, engine.schema), None)
+    if found == 0:
+        apply_migrations(url, clock)
+    else:
+        migrations.check_version("postgres", found)
+    return PostgresLedger(engine)

