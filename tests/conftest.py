@@ -1,0 +1,33 @@
+"""Shared fixtures. A missing real part skips on a laptop and fails in CI (`CI=true`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from sublet.testing.postgres import PostgresServer, find_binaries
+
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+
+
+def need(present: bool, what: str) -> None:
+    if present:
+        return
+    if IN_CI:
+        pytest.fail(f"{what} is missing, and CI needs it")
+    pytest.skip(f"{what} is missing")
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    try:
+        import psycopg  # noqa: F401
+    except ImportError:
+        need(False, "psycopg")
+    need(find_binaries() is not None, "a PostgreSQL server")
+    server = PostgresServer()
+    server.start()
+    yield server
+    server.stop()
