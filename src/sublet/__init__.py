@@ -1,0 +1,67 @@
+"""sublet: borrow a GPU for minutes, lose it at any moment, lose nothing.
+
+Everything here is loaded when it is first used, so that `import sublet` costs a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "gpu": "sublet.wiring",
+    "Lease": "sublet.runtime.holding",
+    "Notice": "sublet.core.notice",
+    **dict.fromkeys(
+        [
+            "BadInput",
+            "Disconnected",
+            "DeviceFault",
+            "EffectBusy",
+            "Fenced",
+            "FingerprintMismatch",
+            "HeadMoved",
+            "InvariantBroken",
+            "LeaseLost",
+            "LeaseNotActive",
+            "Misconfigured",
+            "MissingExtra",
+            "NeverFits",
+            "NoCapacity",
+            "NotDurable",
+            "NotFound",
+            "QuotaReached",
+            "Refused",
+            "SchemaMismatch",
+            "Stale",
+            "SubletError",
+            "TeardownUnproven",
+            "WaitlistFull",
+            "WaitTimedOut",
+        ],
+        "sublet.core.errors",
+    ),
+}
+
+if TYPE_CHECKING:
+    from sublet.core.errors import *  # noqa: F403
+    from sublet.core.notice import Notice
+    from sublet.runtime.holding import Lease
+    from sublet.wiring import gpu
+
+__all__ = ["Lease", "Notice", "__version__", "gpu"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sublet' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -150,14 +150,17 @@ def format_duration(us: int) -> str:
 
 
 def format_size(size: int) -> str:
-    """The unit in which the number is shortest and true to a tenth: '16GiB', '8GB', '512MB'."""
+    """The shortest exact unit if there is a short one, else a tenth of a decimal one: '16GiB', '8GB', '1.5GB'."""
     if size < 0:
         return "-" + format_size(-size)
-    for base, units in ((1024, ("TiB", "GiB", "MiB", "KiB")), (1000, ("TB", "GB", "MB", "KB"))):
-        for power, unit in zip((4, 3, 2, 1), units, strict=True):
-            scale = base**power
-            if size >= scale and size % scale == 0:
-                return f"{size // scale}{unit}"
+    exact = [
+        f"{size // base**power}{unit}"
+        for base, units in ((1024, ("KiB", "MiB", "GiB", "TiB")), (1000, ("KB", "MB", "GB", "TB")))
+        for power, unit in enumerate(units, start=1)
+        if size >= base**power and size % base**power == 0
+    ]
+    if exact and len(shortest := min(exact, key=len)) <= 7:
+        return shortest
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
         if size >= 1000**power:
             return f"{size / 1000**power:.1f}{unit}"

@@ -61,6 +61,7 @@ DEFAULT_PATIENCE_US = 10_000_000
 CONNECT_SECONDS = 3
 CHANNEL = "sublet"
 OLDEST_SERVER = 140_000
+IDLE_IN_TRANSACTION = "2s"  # a client stopped inside a transaction must not hold the pool's lock
 
 _statements: dict[str, str] = {}
 
@@ -171,8 +172,8 @@ class PostgresEngine:
         )
         connection.execute(
             "SELECT set_config('search_path', %s, false), set_config('synchronous_commit', %s, false), "
-            "set_config('sublet.skew_us', %s, false)",
-            (f'"{self.schema}"', "on" if durable else "off", str(self.skew_us)),
+            "set_config('sublet.skew_us', %s, false), set_config('idle_in_transaction_session_timeout', %s, false)",
+            (f'"{self.schema}"', "on" if durable else "off", str(self.skew_us), IDLE_IN_TRANSACTION),
         )
         return connection
 
@@ -290,6 +291,10 @@ class PostgresEngine:
             lambda tx: tx.run("UPDATE host SET seen_at = seen_at WHERE name = (SELECT min(name) FROM host)"),
             durable=True,
         )
+
+    def unstick(self) -> str:
+        """Nothing to do: the server itself ends a session that stops inside a transaction."""
+        return ""
 
     def describe(self) -> dict[str, str]:
         def read(tx: Tx) -> dict[str, str]:

@@ -85,8 +85,8 @@ class Ledger(Protocol):
     def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
         """Grant, wait, offer or refuse. Repeating it with the same id returns what the first call did."""
 
-    def attend(self, lease_id: str, secret: str) -> Answer:
-        """A waiter's sign of life; where it stands now."""
+    def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
+        """A waiter's sign of life; where it stands now, with position and ETA when it wants them."""
 
     def accept(self, lease_id: str, secret: str) -> Answer:
         """Take the smaller slice that is on offer."""
@@ -121,8 +121,8 @@ class Ledger(Protocol):
     def settle(self, lease_id: str, epoch: int, receipt: Receipt) -> bool:
         """The teardown is over: slices go back if it was proven, else their devices are withheld."""
 
-    def tick(self) -> TickResult:
-        """Run the schedule once and apply it."""
+    def tick(self, host: str = "") -> TickResult:
+        """Run the schedule once and apply it. `host` is the caller's, which is alive by definition."""
 
     def host_view(self, host: str) -> HostView:
         """Leases and waiters whose holder or device is on the host and that are not settled."""
@@ -182,6 +182,9 @@ class Ledger(Protocol):
     def bell(self) -> Bell: ...
     def barrier(self) -> None:
         """Make sure that what was merely read is durable, before acting on it outside (a kill)."""
+
+    def unstick(self) -> str:
+        """Called by a warden whose ledger call hangs: free what a stopped process holds; '' or what was done."""
 
     def describe(self) -> dict[str, str]: ...
     def mark_restored(self, *, actor: str) -> int:

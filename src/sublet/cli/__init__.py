@@ -1,0 +1,1 @@
+"""The command line. One module per noun; `main.py` loads only the one that is called."""

@@ -1,0 +1,195 @@
+"""`sublet lease acquire|renew|release|show`: a lease held by name, or for a process that already runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import click
+
+from sublet.cli.output import instant, json_option, print_fields, print_json
+from sublet.cli.records import lease_json, reason_of, short_state
+from sublet.core.admission import Wait
+from sublet.core.errors import LeaseLost, NotFound
+from sublet.core.values import format_duration, format_size
+from sublet.ports.ledger import Answer, LeaseKey
+from sublet.settings import Settings, load_settings
+from sublet.wiring import GpuRequest, gpu, open_ledger
+
+
+@click.group()
+def lease() -> None:
+    """Acquire, renew, release or show one lease."""
+
+
+def _key_path(settings: Settings, lease_id: str) -> str:
+    if not lease_id.isalnum():
+        raise NotFound(f"{lease_id[:40]!r} is not a lease id", remedy="'sublet ps' lists them")
+    return str(settings.home / "leases" / lease_id)
+
+
+def _remember(settings: Settings, key: LeaseKey) -> None:
+    """The secret stays with the user who acquired it, readable by nobody else."""
+    path = _key_path(settings, key.lease_id)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump({"epoch": key.epoch, "secret": key.secret}, file)
+
+
+def _recall(settings: Settings, lease_id: str) -> LeaseKey:
+    try:
+        with open(_key_path(settings, lease_id)) as file:
+            kept = json.load(file)
+    except FileNotFoundError:
+        raise NotFound(
+            f"this user did not acquire lease {lease_id} here", remedy="an operator can 'sublet revoke' it"
+        ) from None
+    return LeaseKey(lease_id, int(kept["epoch"]), str(kept["secret"]))
+
+
+def _forget(settings: Settings, lease_id: str) -> None:
+    try:
+        os.unlink(_key_path(settings, lease_id))
+    except FileNotFoundError:
+        pass
+
+
+def show_wait(wait: Wait) -> None:
+    eta = f", about {format_duration(wait.eta_us)}" if wait.eta_us is not None else ""
+    text = f"waiting: place {wait.position}{eta}; {wait.reason}"
+    if sys.stderr.isatty():
+        click.echo(f"\r\033[K{text}", nl=False, err=True)
+    else:
+        click.echo(text, err=True)
+
+
+@lease.command(epilog="Example:  sublet lease acquire --vram 8GB --ttl 30m --pid $$")
+@click.option(
+    "--vram", default="1GiB", show_default=True, help="Per device; a range 8GB..16GB takes what is free."
+)
+@click.option("--ttl", default="5m", show_default=True, help="Ends after this unless renewed.")
+@click.option("--count", default=1, show_default=True, help="Devices, all or none.")
+@click.option(
+    "--exclusivity",
+    default="shared",
+    show_default=True,
+    help="shared, session (own tenant only) or device (alone).",
+)
+@click.option("--tier", default="interactive", show_default=True, help="interactive, batch or spot.")
+@click.option("--wait", default=None, help="How long to queue, e.g. 30m. Default: as long as it takes.")
+@click.option("--nonblock", is_flag=True, help="Now or exit 75.")
+@click.option("--least", default=None, help="Take a smaller slice, down to this, rather than wait.")
+@click.option("--tenant", default=None, help="Who it is for.")
+@click.option("--job", default="", help="A name that outlives the lease.")
+@click.option(
+    "--pid",
+    default=0,
+    help="Bind it to a running process: it ends with the process, and the process with it.",
+)
+@click.option("--short", is_flag=True, help="Print only the device ids, for scripts.")
+@json_option
+def acquire(
+    vram: str,
+    ttl: str,
+    count: int,
+    exclusivity: str,
+    tier: str,
+    wait: str | None,
+    nonblock: bool,
+    least: str | None,
+    tenant: str | None,
+    job: str,
+    pid: int,
+    short: bool,
+    as_json: bool,
+) -> None:
+    """Lease a GPU by name. It ends at its ttl unless 'sublet lease renew' extends it."""
+    settings = load_settings()
+    wanted = gpu(
+        vram,
+        ttl,
+        count=count,
+        exclusivity=exclusivity,
+        tier=tier,
+        wait="0s" if nonblock else wait,
+        least=least,
+        tenant=tenant,
+        job=job,
+        settings=settings,
+        holder="name",
+    )
+    if pid:
+        wanted = GpuRequest(settings, wanted.request, holder="process", on_wait=None, on_offer=None, pid=pid)
+    wanted._on_wait = None if as_json else show_wait
+    held = wanted.ask()
+    if sys.stderr.isatty() and not as_json:
+        click.echo("\r\033[K", nl=False, err=True)
+    _remember(settings, held.key)
+    if short:
+        click.echo(",".join(held.devices))
+        return
+    _show(open_ledger(settings).look(held.id), as_json)
+
+
+@lease.command(epilog="Example:  sublet lease renew L0123456789abcdef0123")
+@click.argument("lease_id")
+@json_option
+def renew(lease_id: str, as_json: bool) -> None:
+    """Extend a lease by its ttl."""
+    settings = load_settings()
+    _show(open_ledger(settings).renew(_recall(settings, lease_id)), as_json)
+
+
+@lease.command(epilog="Example:  sublet lease release L0123456789abcdef0123")
+@click.argument("lease_id")
+@json_option
+def release(lease_id: str, as_json: bool) -> None:
+    """Give a lease back. Releasing one that is over already is fine."""
+    settings = load_settings()
+    ledger = open_ledger(settings)
+    ledger.release(lease_id, _recall(settings, lease_id).secret)
+    _forget(settings, lease_id)
+    _show(ledger.look(lease_id), as_json)
+
+
+@lease.command(epilog="Example:  sublet lease show L0123456789abcdef0123 --json")
+@click.argument("lease_id")
+@click.option("--check", is_flag=True, help="Exit 76 unless it is active.")
+@json_option
+def show(lease_id: str, check: bool, as_json: bool) -> None:
+    """Everything about one lease."""
+    answer = open_ledger(load_settings()).look(lease_id)
+    _show(answer, as_json)
+    if check and answer.lease.ends_at <= answer.at:
+        raise LeaseLost(f"lease {lease_id} is over: {reason_of(answer)}")
+
+
+def _show(answer: Answer, as_json: bool) -> None:
+    if as_json:
+        print_json(lease_json(answer))
+        return
+    held = answer.lease
+    fields = [
+        ("lease", held.id),
+        ("state", f"{held.state.value} ({short_state(answer)})"),
+        ("reason", reason_of(answer)),
+        ("tenant", held.tenant),
+        ("devices", ", ".join(f"{s.device_id} {format_size(s.vram_bytes)}" for s in held.slices) or "-"),
+        ("epoch", str(held.epoch)),
+        (
+            "holder",
+            f"pid {held.holder.pid} on {held.holder.host}"
+            if held.holder.pid
+            else f"by name on {held.holder.host}",
+        ),
+        ("granted", instant(held.granted_at) or "-"),
+        (
+            "ends",
+            f"{instant(held.ends_at)} (in {format_duration(held.ends_at - answer.at)})"
+            if held.ends_at > answer.at
+            else instant(held.ends_at) or "-",
+        ),
+    ]
+    print_fields(fields)

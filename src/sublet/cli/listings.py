@@ -1,0 +1,83 @@
+"""`sublet gpus` and `sublet ps`."""
+
+from __future__ import annotations
+
+import click
+
+from sublet.cli.output import json_option, print_json, print_table
+from sublet.cli.records import device_json, lease_json, left_us, reason_of, running_us, short_state
+from sublet.core.device import MANY_TENANTS
+from sublet.core.values import format_duration, format_size
+from sublet.settings import load_settings
+from sublet.wiring import ensure_warden, open_ledger
+
+
+@click.command(epilog="Example:  sublet gpus --json")
+@json_option
+def gpus(as_json: bool) -> None:
+    """Devices: what is free, who is on them, what is withheld."""
+    settings = load_settings()
+    ledger = open_ledger(settings)
+    ensure_warden(settings)
+    found = ledger.devices()
+    if as_json:
+        print_json([device_json(d) for d in found])
+        return
+    print_table(
+        ["DEVICE", "HOST", "STATE", "FREE", "VRAM", "LEASES", "TENANT", "REASON"],
+        [
+            (
+                d.id,
+                d.host,
+                d.state.value,
+                format_size(d.free_bytes) if d.free_bytes else "0",
+                format_size(d.capacity_bytes),
+                d.leases,
+                "several" if d.sole_tenant == MANY_TENANTS else d.sole_tenant or "-",
+                d.note or d.name,
+            )
+            for d in found
+        ],
+        empty="no devices; set SUBLET_DEVICES, for example host:2x16GiB",
+    )
+
+
+@click.command(epilog="Example:  sublet ps --all --tenant ada")
+@click.option("-a", "--all", "everything", is_flag=True, help="Ended leases too, newest first.")
+@click.option("--tenant", default="", help="Only this tenant's.")
+@click.option("--limit", default=200, show_default=True, help="The most to show.")
+@json_option
+def ps(everything: bool, tenant: str, limit: int, as_json: bool) -> None:
+    """Leases and waiters, each with its reason.
+
+    ST: R runs, PD waits, CG is leaving; with --all also CD released, TO expired, CA revoked, PR preempted, NF holder or
+    device lost, F refused.
+    """
+    found = open_ledger(load_settings()).leases(live_only=not everything, tenant=tenant, limit=limit)
+    if as_json:
+        print_json([lease_json(a) for a in found])
+        return
+    rows = []
+    for a in found:
+        left = left_us(a)
+        size = a.lease.vram_bytes or a.lease.request.vram_bytes
+        count = f"{a.lease.request.count}×" if a.lease.request.count > 1 else ""
+        rows.append(
+            (
+                a.lease.id,
+                a.lease.request.job or "-",
+                a.lease.tenant,
+                a.lease.request.tier.value,
+                short_state(a),
+                format_duration(running_us(a)),
+                "-" if left is None else format_duration(left),
+                count + format_size(size),
+                ",".join(s.device_id for s in a.lease.slices) or "-",
+                reason_of(a),
+            )
+        )
+    print_table(
+        ["LEASE", "JOB", "TENANT", "TIER", "ST", "TIME", "LEFT", "VRAM", "DEVICES", "REASON"],
+        rows,
+        empty="no leases",
+    )

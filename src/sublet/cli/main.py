@@ -1,0 +1,120 @@
+"""`sublet …`: which command lives where, and how an error leaves the program.
+
+Rules of this file:
+- Commands are loaded when called, so `sublet --help` imports none of them.
+- Every `SubletError` becomes one sentence and its remedy on stderr, and an exit code by family. No traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+
+import click
+
+from sublet.core.errors import (
+    BadInput,
+    DeviceFault,
+    Disconnected,
+    InvariantBroken,
+    LeaseLost,
+    Misconfigured,
+    NotDurable,
+    Refused,
+    Stale,
+    SubletError,
+)
+
+#: Family to exit code; the nearest ancestor in this table wins.
+EXIT_CODES: dict[type[SubletError], int] = {
+    BadInput: 2,
+    Disconnected: 69,
+    InvariantBroken: 70,
+    DeviceFault: 71,
+    Stale: 73,
+    NotDurable: 74,
+    Refused: 75,
+    LeaseLost: 76,
+    Misconfigured: 78,
+    SubletError: 1,
+}
+
+#: Command to (module, its line in --help). The order is the order of --help.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("demo", "A tour of under a minute: leases, losses, and proof that nothing was lost."),
+    "gpus": ("listings", "Devices: what is free, who is on them, what is withheld."),
+    "ps": ("listings", "Leases and waiters, each with its reason."),
+    "lease": ("lease", "Acquire, renew, release or show one lease."),
+    "revoke": ("operate", "Take a lease back, with a reason and a grace."),
+    "quarantine": ("operate", "Devices withheld after a teardown that was not proven."),
+    "tenant": ("tenant", "Who may lease: add, list, change, remove."),
+    "quota": ("tenant", "What a tenant may hold and what it has used."),
+    "journal": ("journal", "Every decision, hash-chained: follow it, verify it, seal it."),
+    "migrate": ("migrate", "Bring the ledger to this version; back it up, put a backup back."),
+    "warden": ("warden", "The host's enforcing loop (started by itself when needed)."),
+    "doctor": ("doctor", "Every setting with its origin, and a check of every part."),
+}
+
+
+def exit_code(error: SubletError) -> int:
+    return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = import_module(f"sublet.cli.{COMMANDS[name][0]}")
+        command: click.Command = getattr(module, name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Try first:  sublet demo",
+)
+@click.version_option(package_name="sublet", message="sublet %(version)s")
+def cli() -> None:
+    """Borrow a GPU for minutes. Lose it at any moment. Lose nothing."""
+
+
+def complain(error: SubletError, *, as_json: bool) -> None:
+    if as_json:
+        shape = {"error": {"code": error.code, "message": error.message, "remedy": error.remedy}}
+        print(json.dumps(shape), file=sys.stderr)
+        return
+    print(f"sublet: {error.message}", file=sys.stderr)
+    if error.remedy:
+        print(f"        {error.remedy}", file=sys.stderr)
+
+
+def main() -> None:
+    try:
+        code = cli.main(prog_name="sublet", standalone_mode=False)
+        sys.stdout.flush()
+    except SubletError as error:
+        complain(error, as_json="--json" in sys.argv)
+        code = exit_code(error)
+    except click.exceptions.Exit as leaving:
+        code = leaving.exit_code
+    except click.ClickException as usage:
+        usage.show()
+        code = usage.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # The reader has gone (`sublet ps | head`): that is its right.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,136 @@
+"""`sublet tenant …` and `sublet quota …`."""
+
+from __future__ import annotations
+
+import click
+
+from sublet.cli.operate import actor
+from sublet.cli.output import json_option, print_json, print_table
+from sublet.cli.records import tenant_json
+from sublet.core.errors import BadInput
+from sublet.core.tenancy import DEFAULT_WEIGHT, Tenant, used_now
+from sublet.core.values import format_duration, format_size, parse_size
+from sublet.ports.ledger import Ledger
+from sublet.settings import load_settings
+from sublet.wiring import open_ledger
+
+
+def _limit(text: str | None) -> int | None:
+    if text is None:
+        return None
+    return 0 if text in ("0", "none") else parse_size(text, what="max-vram")
+
+
+def _show(ledger: Ledger, tenants: list[Tenant], as_json: bool) -> None:
+    now, half_life = ledger.now(), ledger.policy().half_life_us
+    used = {t.name: used_now(t, now, half_life) for t in tenants}
+    if as_json:
+        print_json([tenant_json(t, used[t.name]) for t in tenants])
+        return
+    print_table(
+        ["TENANT", "WEIGHT", "LEASES", "VRAM", "WAITING", "RECENT GPU TIME"],
+        [
+            (
+                t.name,
+                t.weight,
+                f"{t.live_leases} of {t.max_leases or '∞'}",
+                f"{format_size(t.live_bytes) if t.live_bytes else '0'} of "
+                f"{format_size(t.max_vram_bytes) if t.max_vram_bytes else '∞'}",
+                f"{t.waiting} of {t.max_waiting or ledger.policy().tenant_waiting_max}",
+                format_duration(used[t.name]),
+            )
+            for t in tenants
+        ],
+        empty="no tenants; 'sublet tenant add NAME' makes one",
+    )
+
+
+@click.group()
+def tenant() -> None:
+    """Who may lease: add, list, change, remove."""
+
+
+@tenant.command("ls", epilog="Example:  sublet tenant ls --json")
+@json_option
+def list_tenants(as_json: bool) -> None:
+    """List tenants with what they hold and have used."""
+    ledger = open_ledger(load_settings())
+    _show(ledger, ledger.tenants(), as_json)
+
+
+@tenant.command(epilog="Example:  sublet tenant add ada --weight 200 --max-vram 32GB")
+@click.argument("name")
+@click.option("--weight", default=DEFAULT_WEIGHT, show_default=True, help="Share relative to others.")
+@click.option("--max-leases", default=0, help="0: no limit.")
+@click.option("--max-vram", default=None, help="For example 32GB; none: no limit.")
+@click.option("--max-waiting", default=0, help="0: the policy's limit.")
+@json_option
+def add(
+    name: str, weight: int, max_leases: int, max_vram: str | None, max_waiting: int, as_json: bool
+) -> None:
+    """Add a tenant."""
+    ledger = open_ledger(load_settings())
+    made = ledger.add_tenant(
+        Tenant(
+            name=name,
+            weight=weight,
+            max_leases=max_leases,
+            max_vram_bytes=_limit(max_vram) or 0,
+            max_waiting=max_waiting,
+        ),
+        actor=actor(),
+    )
+    _show(ledger, [made], as_json)
+
+
+@tenant.command("rm", epilog="Example:  sublet tenant rm ada")
+@click.argument("name")
+def remove(name: str) -> None:
+    """Remove a tenant that holds nothing. Its usage and journal stay."""
+    open_ledger(load_settings()).remove_tenant(name, actor=actor())
+    click.echo(f"{name}: removed")
+
+
+@click.group()
+def quota() -> None:
+    """What a tenant may hold and what it has used."""
+
+
+@quota.command(epilog="Example:  sublet quota show ada")
+@click.argument("name", required=False)
+@json_option
+def show(name: str | None, as_json: bool) -> None:
+    """Show one tenant's quota (default: your own)."""
+    settings = load_settings()
+    ledger = open_ledger(settings)
+    _show(ledger, [ledger.tenant(name or settings["tenant"])], as_json)
+
+
+@quota.command("set", epilog="Example:  sublet quota set ada --max-vram 48GB --max-leases 4")
+@click.argument("name")
+@click.option("--weight", type=int, default=None)
+@click.option("--max-leases", type=int, default=None, help="0: no limit.")
+@click.option("--max-vram", default=None, help="For example 32GB; none: no limit.")
+@click.option("--max-waiting", type=int, default=None, help="0: the policy's limit.")
+@json_option
+def change(
+    name: str,
+    weight: int | None,
+    max_leases: int | None,
+    max_vram: str | None,
+    max_waiting: int | None,
+    as_json: bool,
+) -> None:
+    """Change a tenant's quota or weight. Live leases keep what they have."""
+    if weight is None and max_leases is None and max_vram is None and max_waiting is None:
+        raise BadInput("nothing to change: give --weight, --max-leases, --max-vram or --max-waiting")
+    ledger = open_ledger(load_settings())
+    changed = ledger.set_tenant(
+        name,
+        actor=actor(),
+        weight=weight,
+        max_leases=max_leases,
+        max_vram_bytes=_limit(max_vram),
+        max_waiting=max_waiting,
+    )
+    _show(ledger, [changed], as_json)

@@ -1,0 +1,1 @@
+"""Protocols over ports: holding a lease, keeping it, enforcing it."""

@@ -1,0 +1,110 @@
+"""Asking for a lease, and waiting for it.
+
+Rules of this file:
+- A waiter that is interrupted leaves the waitlist; one that dies is dropped by its warden or by its silence.
+- A grant made while we waited is taken up by renewing it, so the local deadline is counted from a question this process
+  really asked (L6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable
+
+from sublet.core.admission import Wait
+from sublet.core.errors import LeaseLost, Refused, SubletError, WaitTimedOut
+from sublet.core.lease import EndReason, Holder, LeaseState, Request
+from sublet.failpoints import failpoint
+from sublet.ports.clock import Clock
+from sublet.ports.ledger import Answer, LeaseKey, Ledger
+from sublet.runtime.holding import Lease
+
+ATTEND_EVERY_US = 1_000_000
+EXPLAIN_EVERY_US = 5_000_000
+
+OnWait = Callable[[Wait], None]
+OnOffer = Callable[[Answer], bool]
+
+
+def new_id() -> str:
+    return "L" + secrets.token_hex(10)
+
+
+def new_secret() -> str:
+    return secrets.token_urlsafe(24)
+
+
+def acquire(
+    ledger: Ledger,
+    clock: Clock,
+    request: Request,
+    holder: Holder,
+    *,
+    on_wait: OnWait | None = None,
+    on_offer: OnOffer | None = None,
+) -> Lease:
+    lease_id, secret = new_id(), new_secret()
+    failpoint("before_acquire_commit")
+    sent_at = clock.monotonic_us()
+    answer = ledger.acquire(lease_id, secret, request, holder)
+    failpoint("after_acquire_commit")
+    if answer.lease.state is LeaseState.WAITING:
+        try:
+            answer, sent_at = _wait(ledger, clock, secret, answer, on_wait, on_offer)
+        except BaseException:
+            with contextlib.suppress(SubletError):
+                ledger.release(lease_id, secret)
+            raise
+    return Lease(ledger, clock, secret, answer, sent_at)
+
+
+def _wait(
+    ledger: Ledger,
+    clock: Clock,
+    secret: str,
+    answer: Answer,
+    on_wait: OnWait | None,
+    on_offer: OnOffer | None,
+) -> tuple[Answer, int]:
+    lease_id = answer.lease.id
+    bell = ledger.bell()
+    explained_at = clock.monotonic_us()
+    try:
+        bell.listen(f"lease:{lease_id}")
+        while True:
+            if on_wait is not None and answer.wait is not None:
+                on_wait(answer.wait)
+            lease = answer.lease
+            if lease.state in (LeaseState.ACTIVE, LeaseState.REVOKING):
+                sent_at = clock.monotonic_us()
+                return ledger.renew(LeaseKey(lease_id, lease.epoch, secret)), sent_at
+            if lease.state is LeaseState.ENDED:
+                raise _refusal(answer)
+            if lease.slices and lease.offer_until > answer.at:
+                sent_at = clock.monotonic_us()
+                if on_offer is not None and on_offer(answer):
+                    return ledger.accept(lease_id, secret), sent_at
+                answer = ledger.decline(lease_id, secret)
+                continue
+            left = lease.wait_until - answer.at if lease.wait_until else ATTEND_EVERY_US
+            bell.wait(max(1000, min(ATTEND_EVERY_US, left)))
+            now = clock.monotonic_us()
+            explain = on_wait is not None and now - explained_at >= EXPLAIN_EVERY_US
+            if explain:
+                explained_at = now
+            answer = ledger.attend(lease_id, secret, explain=explain)
+            overdue = answer.lease.wait_until and answer.at >= answer.lease.wait_until
+            if overdue and answer.lease.state is LeaseState.WAITING:
+                raise WaitTimedOut(f"no GPU became free in time: {answer.lease.detail}")
+    finally:
+        bell.close()
+
+
+def _refusal(answer: Answer) -> SubletError:
+    reason, detail = answer.lease.reason, answer.lease.detail
+    if reason is EndReason.REFUSED:
+        return WaitTimedOut(f"no GPU became free in time: {detail}")
+    if reason is EndReason.RELEASED:
+        return Refused(f"the request was withdrawn: {detail}")
+    return LeaseLost(f"the request ended before it was served: {detail}")

@@ -1,0 +1,233 @@
+"""A lease in the hands of its holder.
+
+Rules of this file:
+- Fail closed: a `Lease` that cannot show it is held is not held (L7). Its own deadline is earlier than the ledger's
+  (L6), counted on this process's monotonic clock from before the question was sent.
+- A lease belongs to the process that acquired it. A forked child has a copy of the object, not the lease.
+- Releasing twice is fine; leaving the `with` block always releases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from types import TracebackType
+
+from sublet.core import notice as notices
+from sublet.core.errors import Disconnected, LeaseLost, SubletError
+from sublet.core.lease import Lease as LeaseRow
+from sublet.core.lease import LeaseState
+from sublet.core.notice import Notice
+from sublet.core.renewal import local_deadline
+from sublet.ports.clock import Clock
+from sublet.ports.ledger import Answer, LeaseKey, Ledger
+
+
+class Lease:
+    """What `with sublet.gpu(...) as lease` gives."""
+
+    def __init__(self, ledger: Ledger, clock: Clock, secret: str, answer: Answer, sent_at: int) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._secret = secret
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._row = answer.lease
+        self._answered_at = answer.at
+        self._sent_at = sent_at
+        self._deadline_us = local_deadline(sent_at, answer.lease.request.ttl_us)
+        self._notice: Notice | None = None
+        self._callbacks: list[Callable[[Notice], None]] = []
+        self._in_flight = 0
+        self._touched = True
+        self._over = ""  # why, once it is over
+        self._on_release: Callable[[Lease], None] = lambda lease: None
+
+    # what it is
+
+    @property
+    def id(self) -> str:
+        return self._row.id
+
+    @property
+    def epoch(self) -> int:
+        return self._row.epoch
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(s.device_id for s in self._row.slices)
+
+    @property
+    def vram_bytes(self) -> int:
+        """Per device. Less than asked for when a smaller slice was accepted."""
+        return self._row.vram_bytes
+
+    @property
+    def ttl_us(self) -> int:
+        return self._row.request.ttl_us
+
+    @property
+    def tenant(self) -> str:
+        return self._row.tenant
+
+    @property
+    def expires_at(self) -> datetime:
+        """When the ledger ends it unless it is renewed."""
+        return datetime.fromtimestamp(self._row.ends_at / 1e6, UTC)
+
+    @property
+    def key(self) -> LeaseKey:
+        """What fenced writes carry. Keep it inside the process: the secret is the right to write."""
+        return LeaseKey(self._row.id, self._row.epoch, self._secret)
+
+    @property
+    def notice(self) -> Notice | None:
+        """The nearest warning of coming loss, or None."""
+        return self._notice
+
+    @property
+    def seconds_left(self) -> float:
+        """Until this holder must stop, by its own clock."""
+        return max(0, self._deadline_us - self._clock.monotonic_us()) / 1e6 if not self._over else 0.0
+
+    @property
+    def status(self) -> str:
+        """'active', 'revoking' or 'ended', as far as this process can be sure."""
+        if self._over or self._pid != os.getpid() or self._clock.monotonic_us() >= self._deadline_us:
+            return "ended"
+        return "revoking" if self._row.state is LeaseState.REVOKING else "active"
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.id} {self.status} epoch={self.epoch} on {', '.join(self.devices)}>"
+
+    # what may be done with it
+
+    def check(self) -> None:
+        """Raise `LeaseLost` unless new work may be started now."""
+        if self.status == "ended":
+            raise LeaseLost(f"lease {self.id} has ended: {self._why_over()}")
+
+    def _why_over(self) -> str:
+        if self._over:
+            return self._over
+        if self._pid != os.getpid():
+            return "it belongs to the parent process"
+        return "it was not renewed in time"
+
+    def touch(self) -> None:
+        """Say that the GPU is in use; an untouched lease outside a `with` block counts as idle."""
+        self.check()
+        self._touched = True
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Work in flight: the lease is busy, and renewed, until the block ends."""
+        with self._lock:
+            self._in_flight += 1
+            begun = self._in_flight == 1
+        if begun:
+            self._report(busy=True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+                ended = self._in_flight == 0
+                self._touched = True
+            if ended:
+                self._report(busy=False)
+
+    def _report(self, *, busy: bool) -> None:
+        """Tell the ledger, so that only leases nobody uses are taken for those who wait."""
+        if self._over or self._row.busy == busy:
+            return
+        with contextlib.suppress(SubletError):
+            self._ledger.mark(self.key, busy=busy)
+            self._replace_row(busy=busy)
+
+    def on_notice(self, callback: Callable[[Notice], None]) -> None:
+        """Called once per new warning, from a thread of sublet's; set a flag there and return."""
+        self._callbacks.append(callback)
+        if self._notice is not None:
+            callback(self._notice)
+
+    def release(self) -> None:
+        """Give it back. Safe to call at any time, any number of times."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._over == "released":
+                return
+            was_over, self._over = self._over, "released"
+        self._on_release(self)
+        try:
+            self._ledger.release(self._row.id, self._secret)
+        except Disconnected:
+            # It runs out by itself, and this process will not use it again.
+            pass
+        except SubletError:
+            if not was_over:
+                raise
+
+    def __enter__(self) -> Lease:
+        with self._lock:
+            self._in_flight += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    # what the keeper tells it
+
+    def _replace_row(self, **changes: object) -> None:
+        self._row = replace(self._row, **changes)  # type: ignore[arg-type]
+
+    def _worked(self) -> bool:
+        return self._in_flight > 0 or self._touched
+
+    def _busy(self) -> bool:
+        return self._in_flight > 0
+
+    def _renewed(self, answer: Answer, sent_at: int) -> None:
+        self._row, self._answered_at, self._sent_at = answer.lease, answer.at, sent_at
+        self._deadline_us = local_deadline(sent_at, answer.lease.request.ttl_us)
+        # A renewal cut short by a hold cap ends when the ledger says, not a ttl from now.
+        promised = sent_at + answer.lease.expires_at - answer.at
+        self._deadline_us = min(self._deadline_us, promised)
+        if self._notice is not None and self._notice.source == "keeper":
+            self._notice = None
+        self._touched = self._in_flight > 0
+
+    def _seen(self, row: LeaseRow, at: int, sent_at: int) -> None:
+        """The ledger's row, as read now: notice a revoke, notice the end."""
+        if self._over:
+            return
+        if row.state is LeaseState.ENDED or row.epoch != self._row.epoch:
+            self._lost(f"{row.reason.value if row.reason else 'ended'}: {row.detail}")
+            return
+        if row.state is LeaseState.REVOKING:
+            self._row = row
+            self._deadline_us = sent_at + row.deadline_at - at
+            why = f"{row.reason.value if row.reason else 'revoked'}: {row.detail}"
+            self._warn(Notice(source="lease", reason=why, deadline_us=self._deadline_us))
+
+    def _warn(self, warning: Notice) -> None:
+        merged = notices.merge(self._notice, warning)
+        if merged is self._notice or merged == self._notice:
+            return
+        self._notice = merged
+        for callback in list(self._callbacks):
+            with contextlib.suppress(Exception):
+                callback(merged)
+
+    def _lost(self, why: str) -> None:
+        if self._over:
+            return
+        self._over = why
+        self._warn(Notice(source="lease", reason=why, deadline_us=self._clock.monotonic_us()))

@@ -1,0 +1,316 @@
+"""The warden: the host's enforcing loop.
+
+Rules of this file:
+- It reports the host's devices, runs the schedule, watches every holder by pidfd, and at a deadline ends what is left.
+- Enforcement never waits for the ledger: one thread watches and kills by local monotonic deadlines, another talks to the
+  ledger. When the ledger is silent at a deadline, the holder dies anyway (K2) and the books are made up later.
+- A lease looked at too long ago may have been renewed since: before killing, the ledger is asked once more, for a moment.
+- All it knows it can read again: after its own death a new warden rebuilds the same picture from rows (K3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sublet.core.errors import SubletError
+from sublet.core.lease import EndReason, Lease, LeaseState
+from sublet.core.values import SECOND_US
+from sublet.ports.clock import Clock
+from sublet.ports.ledger import FoundDevice, Ledger
+from sublet.ports.processes import Processes, Receipt
+
+POLL_US = SECOND_US
+BEAT_US = 5 * SECOND_US
+PROBE_US = 60 * SECOND_US
+#: How long the ledger may take to say that a lease due now was renewed after all.
+CONFIRM_US = 300_000
+#: TERM to KILL at the deadline. The grace is over by then; this is for a last line in a log.
+TERM_WAIT_US = 200_000
+#: A ledger call this long overdue hangs.
+STUCK_US = 2 * SECOND_US
+
+
+@dataclass(slots=True)
+class _Watched:
+    lease: Lease
+    deadline_us: int  # monotonic
+    fd: int | None = None
+    gone: bool = False
+    ending: bool = False
+    asked_at: int = 0  # when the ledger was asked whether it is really due
+
+
+@dataclass(slots=True)
+class _Settlement:
+    """A teardown whose Receipt still has to reach the ledger."""
+
+    lease: Lease
+    reason: EndReason
+    detail: str
+    receipt: Receipt
+
+
+@dataclass(slots=True)
+class _Shared:
+    watched: dict[str, _Watched] = field(default_factory=dict)
+    unsettled: dict[str, _Settlement] = field(default_factory=dict)
+
+
+class Warden:
+    def __init__(
+        self,
+        ledger: Ledger,
+        processes: Processes,
+        clock: Clock,
+        host: str,
+        probe: Callable[[], Sequence[FoundDevice]],
+        *,
+        idle_exit_us: int | None = None,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._ledger = ledger
+        self._processes = processes
+        self._clock = clock
+        self._host = host
+        self._probe = probe
+        self._idle_exit_us = idle_exit_us
+        self._log = log
+        self._lock = threading.Lock()
+        self._shared = _Shared()
+        self._inbox: queue.Queue[str] = queue.Queue()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stopping = False
+        self._ledger_busy_since = 0
+        self._next_look_at: int | None = None  # monotonic
+
+    # life
+
+    def report(self) -> None:
+        self._ledger.report_host(self._host, list(self._probe()))
+
+    def run(self) -> None:
+        """Until `stop`, or until nothing has been leased here for the idle time."""
+        threads = [
+            threading.Thread(target=self._ledger_loop, name="sublet-warden-ledger", daemon=True),
+            threading.Thread(target=self._bell_loop, name="sublet-warden-bell", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._enforce_loop()
+        finally:
+            self._stopping = True
+            self._inbox.put("stop")
+            threads[0].join(timeout=2)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"!")
+
+    # enforcing: this thread never calls the ledger
+
+    def _enforce_loop(self) -> None:
+        while not self._stopping:
+            poller = select.poll()
+            poller.register(self._wake_read, select.POLLIN)
+            by_fd: dict[int, _Watched] = {}
+            with self._lock:
+                now = self._clock.monotonic_us()
+                wake_at = now + POLL_US
+                for watched in self._shared.watched.values():
+                    if watched.fd is not None and not watched.gone:
+                        poller.register(watched.fd, select.POLLIN)
+                        by_fd[watched.fd] = watched
+                    wake_at = min(wake_at, self._enforce(watched, now))
+            self._unstick(now)
+            for fd, _ in poller.poll(max(1, (wake_at - self._clock.monotonic_us()) // 1000 + 1)):
+                if fd == self._wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                    continue
+                with self._lock:
+                    by_fd[fd].gone = True
+                self._inbox.put("gone")
+
+    def _enforce(self, watched: _Watched, now: int) -> int:
+        """Act on one lease if it is due; when to come back."""
+        if watched.gone or watched.ending or watched.lease.holder.pid == 0:
+            return now + POLL_US
+        if watched.lease.state is LeaseState.ENDED:
+            self._begin_ending(watched)
+            return now + POLL_US
+        if watched.lease.state is LeaseState.WAITING:
+            return now + POLL_US
+        if now < watched.deadline_us:
+            return watched.deadline_us
+        if not watched.asked_at:
+            watched.asked_at = now
+            self._inbox.put("due")
+        if now < watched.asked_at + CONFIRM_US:
+            return watched.asked_at + CONFIRM_US
+        self._log(
+            f"lease {watched.lease.id}: the ledger is silent at its deadline; ending pid {watched.lease.holder.pid}"
+        )
+        self._begin_ending(watched)
+        return now + POLL_US
+
+    def _begin_ending(self, watched: _Watched) -> None:
+        watched.ending = True
+        threading.Thread(target=self._tear_down, args=(watched,), daemon=True).start()
+
+    def _tear_down(self, watched: _Watched) -> None:
+        lease = watched.lease
+        receipt = self._processes.end(lease.holder, TERM_WAIT_US)
+        self._log(
+            f"lease {lease.id}: pid {lease.holder.pid} {receipt.ladder}, proven={receipt.proven} {receipt.detail}"
+        )
+        reason = lease.reason or EndReason.EXPIRED
+        with self._lock:
+            self._shared.unsettled[lease.id] = _Settlement(
+                lease, reason, lease.detail or "ended at its deadline", receipt
+            )
+        self._inbox.put("settle")
+
+    def _unstick(self, now: int) -> None:
+        since = self._ledger_busy_since
+        if since and now - since > STUCK_US:
+            done = self._ledger.unstick()
+            if done:
+                self._log(done)
+
+    # the ledger's side
+
+    def _bell_loop(self) -> None:
+        bell = self._ledger.bell()
+        for topic in (f"host:{self._host}", "schedule"):
+            bell.listen(topic)
+        while not self._stopping:
+            if bell.wait(5 * SECOND_US):
+                self._inbox.put("rang")
+        bell.close()
+
+    def _ledger_loop(self) -> None:
+        beat_at = probe_at = 0
+        idle_since = self._clock.monotonic_us()
+        pause = 0
+        while not self._stopping:
+            with contextlib.suppress(queue.Empty):
+                self._inbox.get(timeout=pause / 1e6)
+                while True:
+                    self._inbox.get_nowait()
+            now = self._clock.monotonic_us()
+            try:
+                self._ledger_busy_since = now
+                self._end_the_gone()
+                self._settle()
+                self._refresh()
+                if now >= beat_at:
+                    self._ledger.beat_host(self._host)
+                    beat_at = now + BEAT_US
+                if now >= probe_at and probe_at:
+                    self.report()
+                if now >= probe_at:
+                    probe_at = now + PROBE_US
+            except SubletError as e:
+                self._log(f"ledger: {e.code}: {e.message}")
+            except Exception as e:  # the loop must outlive anything: it is what keeps the host honest
+                self._log(f"ledger: {type(e).__name__}: {e}")
+            finally:
+                self._ledger_busy_since = 0
+            self._wake()
+            now = self._clock.monotonic_us()
+            with self._lock:
+                if self._shared.watched or self._shared.unsettled:
+                    idle_since = now
+            if self._idle_exit_us is not None and now - idle_since >= self._idle_exit_us:
+                self._log("nothing leased here for a while: leaving")
+                self.stop()
+                return
+            pause = POLL_US
+            if self._next_look_at is not None:
+                pause = max(1000, min(POLL_US, self._next_look_at - now))
+
+    def _end_the_gone(self) -> None:
+        """Holders that died by themselves: no ttl to wait for, their slices go on at once."""
+        with self._lock:
+            gone = [w for w in self._shared.watched.values() if w.gone and not w.ending]
+            for watched in gone:
+                watched.ending = True
+        for watched in gone:
+            self._report_gone(watched.lease)
+
+    def _report_gone(self, lease: Lease) -> None:
+        detail = f"its holder, process {lease.holder.pid}, ended without releasing it"
+        receipt = Receipt(proven=True, ladder="gone", containment="pidfd", pids=(lease.holder.pid,))
+        with self._lock:
+            self._shared.unsettled[lease.id] = _Settlement(lease, EndReason.HOLDER_LOST, detail, receipt)
+        self._settle()
+
+    def _settle(self) -> None:
+        with self._lock:
+            pending = list(self._shared.unsettled.values())
+        for settlement in pending:
+            lease = settlement.lease
+            self._ledger.end(lease.id, lease.epoch, reason=settlement.reason, detail=settlement.detail)
+            self._ledger.settle(lease.id, lease.epoch, settlement.receipt)
+            with self._lock:
+                self._shared.unsettled.pop(lease.id, None)
+
+    def _refresh(self) -> None:
+        """Run the schedule if there is anything to schedule, then read what this host must enforce."""
+        sent_at = self._clock.monotonic_us()
+        view = self._ledger.host_view(self._host)
+        if any(x.state is not LeaseState.ENDED for x in view.leases):
+            result = self._ledger.tick(self._host)
+            for instruction in result.instructions:
+                self._log(
+                    f"schedule: {type(instruction).__name__} {instruction.lease_id}: {instruction.reason}"
+                )
+            look = result.next_look_at
+            self._next_look_at = None if look is None else sent_at + look - result.at + 1000
+            sent_at = self._clock.monotonic_us()
+            view = self._ledger.host_view(self._host)
+        else:
+            self._next_look_at = None
+        if any(x.state is LeaseState.ENDED for x in view.leases):
+            # About to act outside on something merely read.
+            self._ledger.barrier()
+        died: list[Lease] = []
+        with self._lock:
+            current = {x.id: x for x in view.leases}
+            for lease_id in [i for i in self._shared.watched if i not in current]:
+                self._drop(self._shared.watched.pop(lease_id))
+            for lease in current.values():
+                if lease.id in self._shared.unsettled:
+                    continue
+                deadline = sent_at + lease.ends_at - view.at
+                watched = self._shared.watched.get(lease.id)
+                if watched is not None:
+                    watched.lease, watched.deadline_us = lease, deadline
+                    if deadline > self._clock.monotonic_us():
+                        watched.asked_at = 0
+                    continue
+                watched = _Watched(lease, deadline)
+                self._shared.watched[lease.id] = watched
+                if lease.holder.pid:
+                    watched.fd = self._processes.watch(lease.holder)
+                    if watched.fd is None:
+                        watched.gone = watched.ending = True
+                        died.append(lease)
+        for lease in died:
+            self._report_gone(lease)
+
+    def _drop(self, watched: _Watched) -> None:
+        if watched.fd is not None:
+            os.close(watched.fd)
+            watched.fd = None

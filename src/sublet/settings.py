@@ -1,0 +1,146 @@
+"""Settings: defaults < sublet.toml < environment < argument, once, for everything.
+
+Rules of this file:
+- Each value remembers where it came from, and `sublet doctor` prints it.
+- Nothing below this layer reads the environment; adapters receive plain values.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sublet.core.errors import BadInput, Misconfigured
+from sublet.core.policy import Policy
+from sublet.core.values import check_name
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    value: str
+    origin: str  # 'default', the file, the variable, or 'argument'
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    name: str
+    variable: str
+    help: str
+    secret: bool = False
+
+
+SPECS = (
+    Spec("home", "SUBLET_HOME", "where everything of this user lives"),
+    Spec("ledger", "SUBLET_LEDGER", "sqlite:PATH or postgresql://user@host/database"),
+    Spec(
+        "store",
+        "SUBLET_STORE",
+        "where checkpoints go: dir:PATH, s3://…, gs://…, az://…, each with optional @domain",
+    ),
+    Spec("devices", "SUBLET_DEVICES", "auto, or a list such as host:2x16GiB"),
+    Spec("placement", "SUBLET_PLACEMENT", "local, or ray://…"),
+    Spec("url", "SUBLET_URL", "a studio to use instead of this machine"),
+    Spec("token", "SUBLET_TOKEN", "the studio's token", secret=True),
+    Spec("tenant", "SUBLET_TENANT", "who the work is for"),
+    Spec("disable", "SUBLET_DISABLE", "1 makes every decorator a plain call"),
+    Spec("host", "SUBLET_HOST", "the name of this machine in the ledger"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    values: dict[str, Setting] = field(default_factory=dict)
+    policy: Policy | None = None  # what sublet.toml says; None leaves the ledger's as it is
+
+    def __getitem__(self, name: str) -> str:
+        return self.values[name].value
+
+    def origin(self, name: str) -> str:
+        return self.values[name].origin
+
+    @property
+    def home(self) -> Path:
+        return Path(self["home"])
+
+
+def _tidied(text: str, fallback: str) -> str:
+    """A name the ledger accepts, from whatever the system calls itself."""
+    tidy = re.sub(r"[^A-Za-z0-9._@-]", "-", text)[:63].lstrip(".-_@")
+    return tidy or fallback
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid{os.getuid()}"
+
+
+def _defaults(home: str) -> dict[str, str]:
+    return {
+        "home": home,
+        "ledger": f"sqlite:{home}/ledger.db",
+        "store": f"dir:{home}/store",
+        "devices": "auto",
+        "placement": "local",
+        "url": "",
+        "token": "",
+        "tenant": _tidied(_user(), "default"),
+        "disable": "",
+        "host": _tidied(socket.gethostname(), "localhost"),
+    }
+
+
+def load_settings(**arguments: str | None) -> Settings:
+    given = {name: value for name, value in arguments.items() if value is not None}
+    unknown = set(given) - {spec.name for spec in SPECS}
+    if unknown:
+        raise BadInput(f"unknown setting: {', '.join(sorted(unknown))}")
+    home = given.get("home") or os.environ.get("SUBLET_HOME") or "~/.sublet"
+    home = os.path.abspath(os.path.expanduser(home))
+    path, table = _read_file(home)
+    values: dict[str, Setting] = {}
+    for name, default in _defaults(home).items():
+        variable = next(spec.variable for spec in SPECS if spec.name == name)
+        setting = Setting(name, default, "default")
+        if name in table and name != "home":
+            setting = Setting(name, str(table[name]), str(path))
+        if os.environ.get(variable):
+            setting = Setting(name, os.environ[variable], variable)
+        if name in given:
+            setting = Setting(name, given[name], "argument")
+        if name == "home":
+            setting = Setting(name, home, setting.origin)
+        values[name] = setting
+    check_name(values["tenant"].value, what="tenant")
+    check_name(values["host"].value, what="host")
+    policy = table.get("policy")
+    if policy is not None and not isinstance(policy, dict):
+        raise Misconfigured(f"[policy] in {path} must be a table")
+    return Settings(values, Policy.from_table(policy) if policy else None)
+
+
+def _read_file(home: str) -> tuple[Path, dict[str, object]]:
+    """The first sublet.toml found: the current folder's, then the home's."""
+    for path in (Path("sublet.toml"), Path(home) / "sublet.toml"):
+        if not path.is_file():
+            continue
+        try:
+            table = tomllib.loads(path.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise Misconfigured(f"{path.resolve()} is not valid TOML: {e}") from e
+        names = {spec.name for spec in SPECS} | {"policy"}
+        for key in table:
+            if key not in names:
+                raise Misconfigured(
+                    f"{path.resolve()} has an unknown setting {key!r}",
+                    remedy=f"use one of {', '.join(sorted(names))}",
+                )
+        return path.resolve(), table
+    return Path(home) / "sublet.toml", {}

@@ -1,0 +1,347 @@
+"""Where adapters meet: settings in, working parts out.
+
+Rules of this file:
+- The only place that knows which adapter stands behind which port. Plug-ins and built-ins are found the same way, by entry
+  point, so a missing extra is named with its install line.
+- A ledger is opened once per process and address; the keeper and the warden are found or started on demand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from sublet.core.device import parse_exclusivity
+from sublet.core.errors import BadInput, Misconfigured, SubletError
+from sublet.core.lease import Holder, Request, parse_tier
+from sublet.core.tenancy import Tenant
+from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
+from sublet.drivers.probe import find_devices
+from sublet.hosting.clock import HostClock
+from sublet.hosting.processes import HostProcesses
+from sublet.ports.ledger import FoundDevice, Ledger
+from sublet.runtime.acquire import OnOffer, OnWait
+from sublet.runtime.acquire import acquire as acquire_lease
+from sublet.runtime.holding import Lease
+from sublet.runtime.keeper import Keeper
+from sublet.runtime.warden import Warden
+from sublet.settings import Settings, load_settings
+
+CLOCK = HostClock()
+DEFAULT_VRAM = "1GiB"
+DEFAULT_TTL = "5m"
+WARDEN_IDLE_EXIT_US = 60_000_000
+WARDEN_START_SECONDS = 15.0
+
+_lock = threading.Lock()
+_ledgers: dict[str, Ledger] = {}
+_keepers: dict[str, Keeper] = {}
+
+
+# --- parts ---------------------------------------------------------------------------------------------------
+
+
+def plug_in(group: str, name: str) -> Any:
+    found = entry_points(group=group)
+    if name not in found.names:
+        known = ", ".join(sorted(found.names)) or "none"
+        raise Misconfigured(
+            f"there is no {group.removeprefix('sublet.')[:-1]} named {name[:40]!r}", remedy=f"known: {known}"
+        )
+    return found[name].load()
+
+
+def open_ledger(settings: Settings) -> Ledger:
+    """The process's ledger for this address, opened once."""
+    url = settings["ledger"]
+    with _lock:
+        found = _ledgers.get(url)
+        if found is None:
+            scheme = url.split(":", 1)[0]
+            if ":" not in url:
+                raise Misconfigured(
+                    f"SUBLET_LEDGER {url[:60]!r} has no scheme", remedy="write sqlite:PATH or postgresql://…"
+                )
+            name = {"postgres": "postgresql"}.get(scheme, scheme)
+            found = _ledgers[url] = plug_in("sublet.ledgers", name)(url, CLOCK)
+        return found
+
+
+def find_host_devices(settings: Settings) -> list[FoundDevice]:
+    probes = {point.name: point.load() for point in entry_points(group="sublet.drivers")}
+    return find_devices(settings["devices"], settings["host"], probes)
+
+
+def processes(settings: Settings) -> HostProcesses:
+    return HostProcesses(settings["host"])
+
+
+def keeper(settings: Settings, ledger: Ledger) -> Keeper:
+    with _lock:
+        found = _keepers.get(settings["ledger"])
+        if found is None or found.pid != os.getpid():
+            found = _keepers[settings["ledger"]] = Keeper(
+                ledger, CLOCK, before_renew=lambda: ensure_warden(settings, wait=False)
+            )
+        return found
+
+
+# --- the warden ----------------------------------------------------------------------------------------------
+
+
+def warden_lock_path(settings: Settings) -> Path:
+    """One warden per host, ledger and home."""
+    name = hashlib.sha256(f"{settings['ledger']}|{settings['host']}".encode()).hexdigest()[:12]
+    return settings.home / f"warden-{name}.lock"
+
+
+def warden_state(settings: Settings) -> tuple[bool, bool, int]:
+    """Is one running, is it ready, and its pid."""
+    path = warden_lock_path(settings)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False, False, 0
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.pread(fd, 100, 0).decode(errors="replace").split()
+            pid = int(text[0]) if text and text[0].isdigit() else 0
+            return True, "ready" in text, pid
+        return False, False, 0
+    finally:
+        os.close(fd)
+
+
+def ensure_warden(settings: Settings, *, wait: bool = True) -> None:
+    """Start a warden for this host unless one runs; wait until it has reported its devices."""
+    deadline = time.monotonic() + WARDEN_START_SECONDS
+    started = None
+    while True:
+        running, ready, _ = warden_state(settings)
+        if ready:
+            return
+        if not running and (started is None or started.poll() is not None):
+            if started is not None and started.returncode not in (0, None):
+                raise Misconfigured(
+                    f"the warden could not start: {_last_line(settings)}",
+                    remedy="run 'sublet warden' to see why",
+                )
+            started = _spawn_warden(settings)
+        if not wait:
+            return
+        if time.monotonic() > deadline:
+            raise Misconfigured("the warden did not become ready", remedy="run 'sublet warden' to see why")
+        time.sleep(0.01)
+
+
+def _last_line(settings: Settings) -> str:
+    with contextlib.suppress(OSError):
+        lines = (settings.home / "warden.log").read_text(errors="replace").strip().splitlines()
+        return lines[-1][-300:] if lines else "no message"
+    return "no message"
+
+
+def _spawn_warden(settings: Settings) -> subprocess.Popen[bytes]:
+    """Detached: its own session, no inherited descriptors, the resolved settings and nothing else of ours."""
+    settings.home.mkdir(parents=True, exist_ok=True)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
+    for name in ("home", "ledger", "devices", "host", "tenant"):
+        environment[f"SUBLET_{name.upper()}"] = settings[name]
+    with (settings.home / "warden.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "sublet", "warden", "--idle-exit", f"{WARDEN_IDLE_EXIT_US // 1_000_000}s"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=environment,
+            start_new_session=True,
+        )
+
+
+@contextlib.contextmanager
+def single_warden(settings: Settings) -> Iterator[int]:
+    """Hold the host's warden lock. Its descriptor is given so that readiness can be written into the file."""
+    settings.home.mkdir(parents=True, exist_ok=True)
+    fd = os.open(warden_lock_path(settings), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        for _ in range(50):
+            # A process that only looks holds the lock for a moment.
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.004)
+        else:
+            pid = os.pread(fd, 20, 0).decode(errors="replace").split()[:1]
+            raise WardenRunning(f"a warden already runs on this host (pid {pid[0] if pid else '?'})")
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} starting\n".encode(), 0)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class WardenRunning(Misconfigured):
+    """A warden already runs on this host."""
+
+    code = "warden_running"
+    remedy = "nothing to do: one is enough"
+
+
+def make_warden(settings: Settings, *, idle_exit_us: int | None, log: Any) -> Warden:
+    return Warden(
+        open_ledger(settings),
+        processes(settings),
+        CLOCK,
+        settings["host"],
+        lambda: find_host_devices(settings),
+        idle_exit_us=idle_exit_us,
+        log=log,
+    )
+
+
+# --- asking for a GPU ----------------------------------------------------------------------------------------
+
+
+def ensure_tenant(settings: Settings, ledger: Ledger, name: str) -> None:
+    """The user's own tenant is made on first use; one named on purpose must exist."""
+    if name == settings["tenant"] and settings.origin("tenant") == "default":
+        ledger.add_tenant(Tenant(name=name), actor="first use", exist_ok=True)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
+
+
+class GpuRequest:
+    """What `sublet.gpu(...)` returns. Nothing is asked for until `with` or `.acquire()`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        request: Request,
+        *,
+        holder: str | None,
+        on_wait: OnWait | None,
+        on_offer: OnOffer | None,
+        pid: int = 0,
+    ) -> None:
+        if holder not in (None, "process", "name"):
+            raise BadInput(f"holder {holder!r} is unknown: use 'process' or 'name'")
+        self.request = request
+        self._settings = settings
+        self._holder = holder or ("name" if _in_notebook() else "process")
+        self._on_wait = on_wait
+        self._on_offer = on_offer
+        self._pid = pid or os.getpid()
+        self._lease: Lease | None = None
+
+    def _who(self) -> Holder:
+        if self._holder == "name":
+            return Holder(host=self._settings["host"])
+        found = processes(self._settings).identify(self._pid)
+        if found is None:
+            raise BadInput(f"there is no process {self._pid}")
+        return found
+
+    def ask(self) -> Lease:
+        """Acquire without keeping: for a command that prints the lease and leaves."""
+        ledger = open_ledger(self._settings)
+        ensure_tenant(self._settings, ledger, self.request.tenant)
+        ensure_warden(self._settings)
+        lease = acquire_lease(
+            ledger, CLOCK, self.request, self._who(), on_wait=self._on_wait, on_offer=self._on_offer
+        )
+        # It may have left, idle, between our look and our grant.
+        ensure_warden(self._settings, wait=False)
+        return lease
+
+    def acquire(self) -> Lease:
+        """Acquire now. Outside a `with` block the lease counts as idle until it is touched or works."""
+        lease = self._keep()
+        lease._report(busy=False)
+        return lease
+
+    def _keep(self) -> Lease:
+        lease = self.ask()
+        keeper(self._settings, open_ledger(self._settings)).keep(lease)
+        return lease
+
+    def __enter__(self) -> Lease:
+        self._lease = self._keep()
+        return self._lease.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.__exit__(*error)
+
+
+def gpu(
+    vram: str | int = DEFAULT_VRAM,
+    ttl: str | int | float = DEFAULT_TTL,
+    *,
+    count: int = 1,
+    exclusivity: str = "shared",
+    tier: str = "interactive",
+    wait: str | int | float | None = None,
+    least: str | int | None = None,
+    tenant: str | None = None,
+    job: str = "",
+    hold_cap: str | int | float | None = None,
+    holder: str | None = None,
+    on_wait: OnWait | None = None,
+    on_offer: OnOffer | None = None,
+    settings: Settings | None = None,
+) -> GpuRequest:
+    """A GPU for a while: `with sublet.gpu(vram="16GB", ttl="5m") as lease: ...`
+
+    `vram` may be a range, `"24GB..80GB"`: the most that is free in it, now. `wait` is how long to queue (None: as long as
+    it takes, 0: now or `Refused`). The lease is renewed while the block runs, and released when it ends.
+    """
+    settings = settings or load_settings()
+    span = parse_size_range(vram, what="vram")
+    least_bytes = parse_size(least, what="least") if least is not None else 0
+    if span.least != span.most:
+        least_bytes = least_bytes or span.least
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise BadInput(f"count {count!r} must be a whole number")
+    request = Request(
+        tenant=tenant or settings["tenant"],
+        vram_bytes=span.most,
+        ttl_us=parse_duration(ttl, what="ttl"),
+        count=count,
+        least_bytes=least_bytes,
+        wants_offers=on_offer is not None,
+        exclusivity=parse_exclusivity(exclusivity),
+        tier=parse_tier(tier),
+        wait_us=None if wait is None else parse_duration(wait, what="wait"),
+        hold_cap_us=None if hold_cap is None else parse_duration(hold_cap, what="hold_cap"),
+        host=settings["host"],
+        job=check_job(job) if job else "",
+    )
+    return GpuRequest(settings, request, holder=holder, on_wait=on_wait, on_offer=on_offer)
+
+
+def close_all() -> None:
+    """Close every ledger this process opened; for tests and for the end of a command."""
+    with _lock:
+        for ledger in _ledgers.values():
+            with contextlib.suppress(SubletError):
+                ledger.close()
+        _ledgers.clear()
+        _keepers.clear()
