@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from sublet.core.history import audit
 from sublet.core.journal import (
     GENESIS,
     MAIN,
@@ -31,8 +32,9 @@ def verify(tx: Tx) -> Verification:
     faults: list[Fault] = []
     strands: dict[str, list[Entry]] = {}
     # Stored order, not sequence order: a swap of two rows must show.
-    for row in tx.rows(f"SELECT {_COLUMNS} FROM journal ORDER BY id"):
-        strands.setdefault(row[0], []).append(_entry(row))
+    everything = [_entry(row) for row in tx.rows(f"SELECT {_COLUMNS} FROM journal ORDER BY id")]
+    for entry in everything:
+        strands.setdefault(entry.strand, []).append(entry)
     main = strands.pop(MAIN, [])
     rows = len(main) + sum(len(entries) for entries in strands.values())
     faults += verify_strand(MAIN, main, GENESIS, StrandEnd(pool[0], pool[1]))
@@ -55,6 +57,9 @@ def verify(tx: Tx) -> Verification:
     for strand in sorted(strands):
         faults.append(Fault(strand, 0, "its owner is missing"))
     faults += _check_pledges(main, dict(owners))
+    if not faults:  # a history that was tampered with proves nothing about the rules
+        capacities = {r[0]: r[1] for r in tx.rows("SELECT id, capacity_bytes FROM device")}
+        faults += audit(everything, capacities)
     return Verification(rows=rows, strands=count, head=pool[1], faults=tuple(faults))
 
 

@@ -472,7 +472,12 @@ def finish(tx: Tx, row: Row, reason: EndReason, detail: str, *, settled: bool) -
         settled_at=now if settled or waiting else 0,
         busy=False,
     )
-    body: dict[str, object] = {"reason": reason.value, "detail": detail, "epoch": lease.epoch}
+    body: dict[str, object] = {
+        "reason": reason.value,
+        "detail": detail,
+        "epoch": lease.epoch,
+        "settled": bool(ended.settled_at),
+    }
     if usage is not None:
         body |= {"gpu_us": usage.gpu_us, "strand_seq": strand.seq, "strand_hash": strand.hash}
         tx.run(

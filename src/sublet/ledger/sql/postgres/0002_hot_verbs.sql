@@ -188,7 +188,7 @@ BEGIN
     INSERT INTO usage VALUES (l.id, l.tenant, l.tier, l.job, l.granted_at, greatest(l.granted_at, now_us), elapsed * devices,
                               div(elapsed::numeric * held, 1000000)::bigint, 'released');
     p.journal_seq := p.journal_seq + 1;
-    body := format('{"detail":"released by its holder","epoch":%s,"gpu_us":%s,"reason":"released","strand_hash":"%s","strand_seq":%s}',
+    body := format('{"detail":"released by its holder","epoch":%s,"gpu_us":%s,"reason":"released","settled":true,"strand_hash":"%s","strand_seq":%s}',
                    l.epoch, elapsed * devices, l.strand_hash, l.strand_seq);
     p.journal_hash := sublet_hash(p.journal_hash, 'main', p.journal_seq, now_us, 'lease.ended', l.tenant, l.id, body);
     INSERT INTO journal (strand, seq, at, kind, tenant, subject, body, hash)
