@@ -127,17 +127,18 @@ def warden_state(settings: Settings) -> tuple[bool, bool, int]:
 def ensure_warden(settings: Settings, *, wait: bool = True) -> None:
     """Start a warden for this host unless one runs; wait until it has reported its devices."""
     deadline = time.monotonic() + WARDEN_START_SECONDS
-    started = None
+    started = 0
     while True:
         running, ready, _ = warden_state(settings)
         if ready:
             return
-        if not running and (started is None or started.poll() is not None):
-            if started is not None and started.returncode not in (0, None):
-                raise Misconfigured(
-                    f"the warden could not start: {_last_line(settings)}",
-                    remedy="run 'sublet warden' to see why",
-                )
+        if not running and started and not os.path.exists(f"/proc/{started}"):
+            if warden_state(settings)[0]:
+                continue  # another process's start won, and its warden is on its way
+            raise Misconfigured(
+                f"the warden could not start: {_last_line(settings)}", remedy="run 'sublet warden' to see why"
+            )
+        if not running and not started:
             started = _spawn_warden(settings)
         if not wait:
             return
@@ -153,22 +154,36 @@ def _last_line(settings: Settings) -> str:
     return "no message"
 
 
-def _spawn_warden(settings: Settings) -> subprocess.Popen[bytes]:
-    """Detached: its own session, no inherited descriptors, the resolved settings and nothing else of ours."""
+def _spawn_warden(settings: Settings) -> int:
+    """Detached: its own session, a child of init and not of ours, the resolved settings and nothing else of ours."""
     settings.home.mkdir(parents=True, exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
     for name in ("home", "ledger", "devices", "host", "tenant"):
         environment[f"SUBLET_{name.upper()}"] = settings[name]
     with (settings.home / "warden.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "sublet", "warden", "--idle-exit", f"{WARDEN_IDLE_EXIT_US // 1_000_000}s"],
+        # The shell starts it, says its pid and leaves: a teardown that ends this process's tree must not find it there.
+        done = subprocess.run(
+            [
+                "/bin/sh",
+                "-c",
+                '"$@" >&2 & echo $!',
+                "sh",
+                sys.executable,
+                "-m",
+                "sublet",
+                "warden",
+                "--idle-exit",
+                f"{WARDEN_IDLE_EXIT_US // 1_000_000}s",
+            ],
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=subprocess.PIPE,
             stderr=log,
             cwd="/",
             env=environment,
             start_new_session=True,
+            check=True,
         )
+    return int(done.stdout)
 
 
 @contextlib.contextmanager

@@ -83,13 +83,13 @@ def tail(lines: int, follow: bool, as_json: bool) -> None:
         else:
             print_table(columns, [_line(e) for _, e in found], empty="the journal is empty")
         return
-    last = 0
+    last = -1
     while True:
         for number, entry in found:
             last = number
             click.echo(json.dumps(as_record(number, entry)) if as_json else "  ".join(_line(entry)))
         time.sleep(0.3)
-        found = ledger.tail(after=last, limit=500) if last else ledger.tail(limit=lines)
+        found = ledger.tail(after=last, limit=500) if last >= 0 else ledger.tail(limit=lines)
 
 
 @journal.command(epilog="Example:  sublet journal seal >> /mnt/other-machine/seals")

@@ -63,8 +63,9 @@ def descendants(root: int, stats: dict[int, Stat]) -> list[Stat]:
     pending = [root]
     while pending:
         for child in children.get(pending.pop(), []):
-            found.append(child)
-            pending.append(child.pid)
+            if child.pid != os.getpid():  # a warden the holder itself started is nobody's to end
+                found.append(child)
+                pending.append(child.pid)
     return found
 
 

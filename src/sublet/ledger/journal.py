@@ -86,7 +86,7 @@ def _check_pledges(main: list[Entry], owners: dict[str, Row]) -> list[Fault]:
 
 
 def tail(tx: Tx, after: int, limit: int) -> list[tuple[int, Entry]]:
-    if after > 0:
+    if after >= 0:
         found = tx.rows(f"SELECT id, {_COLUMNS} FROM journal WHERE id > ? ORDER BY id LIMIT ?", after, limit)
     else:
         newest = tx.rows(f"SELECT id, {_COLUMNS} FROM journal ORDER BY id DESC LIMIT ?", limit)

@@ -107,8 +107,10 @@ class SqlLedger:
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         self._write(lambda tx: leases.mark(tx, key, busy), durable=False)
 
-    def release(self, lease_id: str, secret: str) -> bool:
-        return self._write(lambda tx: leases.release(tx, lease_id, secret), durable=False)  # type: ignore[no-any-return]
+    def release(self, lease_id: str, secret: str, *, patience_us: int | None = None) -> bool:
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: leases.release(tx, lease_id, secret), durable=False, patience_us=patience_us
+        )
 
     def look(self, lease_id: str) -> Answer:
         def read(tx: Tx) -> Answer | SubletError:
@@ -227,7 +229,7 @@ class SqlLedger:
     def verify(self) -> Verification:
         return self.engine.read(journal.verify)
 
-    def tail(self, *, after: int = 0, limit: int = 50) -> list[tuple[int, Entry]]:
+    def tail(self, *, after: int = -1, limit: int = 50) -> list[tuple[int, Entry]]:
         return self.engine.read(lambda tx: journal.tail(tx, after, limit))
 
     def seal(self) -> str:

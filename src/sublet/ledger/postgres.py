@@ -76,9 +76,10 @@ def _placed(sql: str) -> str:
 class PostgresTx:
     """Implements `ledger.tx.Tx`."""
 
-    def __init__(self, connection: psycopg.Connection[Row]) -> None:
+    def __init__(self, connection: psycopg.Connection[Row], *, writing: bool) -> None:
         self.rings: set[str] = set()
         self._connection = connection
+        self._writing = writing
         self._pool: Pool | None = None
         self._now: int | None = None
 
@@ -97,8 +98,9 @@ class PostgresTx:
     @property
     def pool(self) -> Pool:
         if self._pool is None:
-            row = self.row(
-                "SELECT epoch, waiting, journal_seq, journal_hash, policy, clock_us FROM pool WHERE id = 1 FOR UPDATE"
+            find = self.locked if self._writing else self.row
+            row = find(
+                "SELECT epoch, waiting, journal_seq, journal_hash, policy, clock_us FROM pool WHERE id = 1"
             )
             assert row is not None
             self._pool = Pool(*row[:5])
@@ -235,7 +237,7 @@ class PostgresEngine:
         def run(connection: psycopg.Connection[Row]) -> tuple[PostgresTx, T]:
             failpoint("before_begin")
             with connection.transaction():
-                tx = PostgresTx(connection)
+                tx = PostgresTx(connection, writing=True)
                 result = work(tx)
                 tx.flush()
                 failpoint("before_commit")
@@ -251,7 +253,7 @@ class PostgresEngine:
         def run(connection: psycopg.Connection[Row]) -> T:
             with connection.transaction():
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                return work(PostgresTx(connection))
+                return work(PostgresTx(connection, writing=False))
 
         return self.attempt(False, run, None)
 
@@ -531,11 +533,16 @@ class PostgresLedger(SqlLedger):
                 answers.append(refusal)
         return answers
 
-    def release(self, lease_id: str, secret: str) -> bool:
-        row = self.engine.call("SELECT sublet_release(%s,%s)", (lease_id, secret_hash(secret)), durable=False)
+    def release(self, lease_id: str, secret: str, *, patience_us: int | None = None) -> bool:
+        row = self.engine.call(
+            "SELECT sublet_release(%s,%s)",
+            (lease_id, secret_hash(secret)),
+            durable=False,
+            patience_us=patience_us,
+        )
         if row is not None and row[0]:
             return True
-        return super().release(lease_id, secret)
+        return super().release(lease_id, secret, patience_us=patience_us)
 
     def commit(self, key: LeaseKey, commit: Commit) -> Committed | Duplicate:
         check_job(commit.job)

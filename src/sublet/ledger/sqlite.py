@@ -175,7 +175,7 @@ class _Connection:
 class SqliteTx:
     """Implements `ledger.tx.Tx`. BEGIN IMMEDIATE has locked everything, so a row needs no lock of its own."""
 
-    def __init__(self, db: apsw.Connection, clock: Clock, *, writing: bool) -> None:
+    def __init__(self, db: apsw.Connection, clock: Clock) -> None:
         self.rings: set[str] = set()
         self._db = db
         self._execute = db.execute
@@ -192,7 +192,6 @@ class SqliteTx:
             self._offset = max(clock.wall_us(), row[5]) - clock.boot_us()
             self._rebased = True
         self.now: int = max(row[5], self._offset + clock.boot_us())
-        self._writing = writing
 
     def rows(self, sql: str, *params: Any) -> list[Row]:
         return self._execute(sql, params).fetchall()
@@ -280,7 +279,7 @@ class SqliteEngine:
         execute = connection.db.execute
         execute("BEGIN IMMEDIATE")
         try:
-            tx = SqliteTx(connection.db, self.clock, writing=True)
+            tx = SqliteTx(connection.db, self.clock)
             result = work(tx)
             tx.flush()
             failpoint("before_commit")
@@ -304,7 +303,7 @@ class SqliteEngine:
         with _translated():
             connection.db.execute("BEGIN")
             try:
-                return work(SqliteTx(connection.db, self.clock, writing=False))
+                return work(SqliteTx(connection.db, self.clock))
             finally:
                 connection.db.execute("ROLLBACK")
 
@@ -470,7 +469,7 @@ class _Combiner:
         execute = connection.db.execute
         execute("SAVEPOINT job")
         try:
-            tx = SqliteTx(connection.db, self._engine.clock, writing=True)
+            tx = SqliteTx(connection.db, self._engine.clock)
             job.result = job.work(tx)
             tx.flush()
             job.rings = tx.rings

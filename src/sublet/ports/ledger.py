@@ -105,7 +105,7 @@ class Ledger(Protocol):
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         """The holder began or stopped working; only this decides who is idle."""
 
-    def release(self, lease_id: str, secret: str) -> bool:
+    def release(self, lease_id: str, secret: str, *, patience_us: int | None = None) -> bool:
         """Give it back, or leave the waitlist. False when it was over already: releasing twice is fine."""
 
     def look(self, lease_id: str) -> Answer:
@@ -173,7 +173,9 @@ class Ledger(Protocol):
     def verify(self) -> Verification:
         """Hash chain and lease rules, over the whole journal."""
 
-    def tail(self, *, after: int = 0, limit: int = 50) -> list[tuple[int, Entry]]: ...
+    def tail(self, *, after: int = -1, limit: int = 50) -> list[tuple[int, Entry]]:
+        """Rows after a row's number, oldest first; without a number the newest ones."""
+
     def seal(self) -> str: ...
     def usage(self, *, tenant: str = "", since: int = 0) -> list[Usage]: ...
     def policy(self) -> Policy: ...

@@ -26,6 +26,9 @@ from sublet.core.renewal import local_deadline
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
 
+#: Leaving must not hang: a lease that cannot be given back runs out by itself.
+RELEASE_PATIENCE_US = 2_000_000
+
 
 class Lease:
     """What `with sublet.gpu(...) as lease` gives."""
@@ -165,7 +168,7 @@ class Lease:
             was_over, self._over = self._over, "released"
         self._on_release(self)
         try:
-            self._ledger.release(self._row.id, self._secret)
+            self._ledger.release(self._row.id, self._secret, patience_us=RELEASE_PATIENCE_US)
         except Disconnected:
             # It runs out by itself, and this process will not use it again.
             pass

@@ -1,0 +1,112 @@
+"""A home of its own for each test, on each engine, with a real warden that is ended with the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sublet import wiring
+from sublet.settings import Settings, load_settings
+
+
+@dataclass
+class Home:
+    settings: Settings
+    environment: dict[str, str]
+    children: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, code: str, *args: str, **environment: str) -> subprocess.Popen[str]:
+        """A real process running this code, its standard output to be read line by line."""
+        child = subprocess.Popen(
+            [sys.executable, "-u", "-c", textwrap.dedent(code), *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environment | environment,
+        )
+        self.children.append(child)
+        return child
+
+    def warden_pid(self) -> int:
+        return wiring.warden_state(self.settings)[2]
+
+    def end_warden(self, number: int = signal.SIGKILL) -> int:
+        pid = self.warden_pid()
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        wait_until(lambda: not wiring.warden_state(self.settings)[0])
+        return pid
+
+
+def wait_until(fact: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        time.sleep(0.005)
+
+
+def process_is_gone(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return text[text.rindex(")") + 2] == "Z"
+
+
+def make_home(tmp_path: Path, ledger: str, monkeypatch: pytest.MonkeyPatch, devices: str) -> Home:
+    values = {"SUBLET_HOME": str(tmp_path / "home"), "SUBLET_LEDGER": ledger, "SUBLET_DEVICES": devices}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    return Home(load_settings(), dict(os.environ) | values)
+
+
+def close_home(home: Home) -> None:
+    for child in home.children:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+    home.end_warden()
+    wiring.close_all()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def ledger_url(engine: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    if engine == "sqlite":
+        return f"sqlite:{tmp_path}/home/ledger.db"
+    server = request.getfixturevalue("postgres_server")
+    return f"{server.url}&sublet_schema=t{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def home(tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+    made = make_home(tmp_path, ledger_url, monkeypatch, "host:1x16GiB")
+    yield made
+    close_home(made)
+
+
+@pytest.fixture
+def sqlite_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+    made = make_home(tmp_path, f"sqlite:{tmp_path}/home/ledger.db", monkeypatch, "host:1x16GiB")
+    yield made
+    close_home(made)

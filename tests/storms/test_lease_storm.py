@@ -1,0 +1,306 @@
+"""Eight processes, random verbs, on each engine: calm, then with kill -9 of holders, of the warden and of PostgreSQL.
+
+The seed is printed first; `SUBLET_STORM_SEED=N SUBLET_STORM_SECONDS=S pytest tests/storms` replays it for longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sublet import wiring
+from sublet.core.journal import Entry
+from sublet.core.lease import LeaseState
+from sublet.core.tenancy import Tenant
+from sublet.hosting.clock import HostClock
+from sublet.ports.ledger import FoundDevice, Ledger
+from sublet.settings import load_settings
+from sublet.testing.postgres import PostgresServer
+
+SECONDS = float(os.environ.get("SUBLET_STORM_SECONDS", "30"))
+SEED = int(os.environ.get("SUBLET_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+PROCESSES = 8
+DEVICES = "host:3x16GiB"
+
+pytestmark = [pytest.mark.storm, pytest.mark.timeout(int(SECONDS * 4 + 180))]
+
+
+def prepare(ledger: Ledger) -> None:
+    for name in ("ada", "bob", "eve"):
+        ledger.add_tenant(Tenant(name=name), actor="storm")
+    ledger.report_host(
+        "storm",
+        [
+            FoundDevice(id=f"storm-host{i}", driver="host", ordinal=i, name="storm", capacity_bytes=16 << 30)
+            for i in range(3)
+        ],
+    )
+
+
+def start_worker(url: str, seed: int, seconds: float, log: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.storms.worker", url, str(seed), str(seconds), str(log)],
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def read_logs(logs: list[Path]) -> list[list[str]]:
+    return [line.split() for log in logs if log.exists() for line in log.read_text().splitlines()]
+
+
+def check_everything(ledger: Ledger, logs: list[Path]) -> dict[str, int]:
+    """Everything acknowledged is there, everything there obeys the rules (L1-L5, S1-S3, S7, T4)."""
+    words = read_logs(logs)
+    errors = [w for w in words if w[0] == "ERROR"]
+    assert not errors, errors[:3]
+    result = ledger.verify()
+    assert not result.faults, result.faults[:5]
+    granted = {w[1]: int(w[2]) for w in words if w[0] == "granted"}
+    epochs = list(granted.values())
+    assert len(set(epochs)) == len(epochs), "an epoch was granted twice"
+    journal = dict(e for e in _grants(ledger))
+    for lease_id, epoch in granted.items():
+        assert journal.get(lease_id) == epoch, f"the acknowledged grant of {lease_id} is lost"
+    committed = [(w[1], int(w[2]), w[3]) for w in words if w[0] == "committed"]
+    assert len({(job, version) for job, version, _ in committed}) == len(committed), (
+        "a version committed twice"
+    )
+    steps = _committed_steps(ledger)
+    for job, version, lease_id in committed:
+        assert steps.get((job, version)) == lease_id, f"the acknowledged commit {job}:{version} is lost"
+    for job in {job for job, _ in steps}:
+        versions = sorted(version for j, version in steps if j == job)
+        assert versions == list(range(1, len(versions) + 1)), f"steps of {job} have a gap or a repeat"  # S3
+        head = ledger.head(job)
+        assert head is not None
+        assert head.version == versions[-1]
+    usage = {u.lease_id: u for u in ledger.usage()}
+    ended = [
+        a.lease for a in ledger.leases(live_only=False, limit=10**6) if a.lease.state is LeaseState.ENDED
+    ]
+    for lease in ended:
+        if lease.granted_at:
+            assert usage[lease.id].gpu_us == (lease.ended_at - lease.granted_at) * len(lease.slices)
+    return {"granted": len(granted), "committed": len(committed), "rows": result.rows, "leases": len(ended)}
+
+
+def _entries(ledger: Ledger) -> Iterator[Entry]:
+    after = 0
+    while batch := ledger.tail(after=after, limit=5000):
+        for after, entry in batch:  # noqa: B007
+            yield entry
+
+
+def _grants(ledger: Ledger):
+    for entry in _entries(ledger):
+        if entry.kind == "lease.granted":
+            yield entry.subject, json.loads(entry.body)["epoch"]
+
+
+def _committed_steps(ledger: Ledger) -> dict[tuple[str, int], str]:
+    found = {}
+    for entry in _entries(ledger):
+        if entry.kind == "step.committed":
+            body = json.loads(entry.body)
+            found[(entry.strand.removeprefix("job:"), body["version"])] = body["lease"]
+    return found
+
+
+def drain(ledger: Ledger) -> None:
+    """After the storm every lease ends by itself and every device is whole again."""
+    from sublet.ports.processes import Receipt
+
+    deadline = time.monotonic() + 30
+    while True:
+        ledger.tick("storm")
+        live = [a.lease for a in ledger.leases()]
+        for lease in live:
+            if lease.state is LeaseState.ENDED:
+                ledger.settle(lease.id, lease.epoch, Receipt(proven=True, ladder="gone", containment="test"))
+        if not live:
+            break
+        assert time.monotonic() < deadline, [x.id for x in live]
+        time.sleep(0.1)
+    assert all(d.free_bytes == d.capacity_bytes and d.leases == 0 for d in ledger.devices("storm"))
+    assert all(t.live_leases == 0 and t.live_bytes == 0 and t.waiting == 0 for t in ledger.tenants())
+
+
+@contextlib.contextmanager
+def settling(url: str):
+    """Stands in for the storm host's warden, without killing: it runs the schedule and returns ended slices."""
+    from sublet.core.errors import SubletError
+    from sublet.ports.processes import Receipt
+
+    stop = threading.Event()
+
+    def loop() -> None:
+        ledger = wiring.plug_in("sublet.ledgers", url.split(":", 1)[0])(url, HostClock())
+        while not stop.wait(0.02):
+            with contextlib.suppress(SubletError):
+                ledger.tick("storm")
+                for lease in ledger.host_view("storm").leases:
+                    if lease.state is LeaseState.ENDED:
+                        ledger.settle(
+                            lease.id, lease.epoch, Receipt(proven=True, ladder="gone", containment="test")
+                        )
+        ledger.close()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:{tmp_path}/ledger.db"
+    return f"{request.getfixturevalue('postgres_server').url}&sublet_schema=s{uuid.uuid4().hex[:10]}"
+
+
+def test_eight_processes_obey_the_lease_rules(url: str, tmp_path: Path) -> None:
+    print(f"seed {SEED}")
+    ledger = wiring.plug_in("sublet.ledgers", url.split(":", 1)[0])(url, HostClock())
+    prepare(ledger)
+    logs = [tmp_path / f"log{i}" for i in range(PROCESSES)]
+    with settling(url):
+        workers = [start_worker(url, SEED + i, SECONDS, logs[i]) for i in range(PROCESSES)]
+        assert [w.wait(timeout=SECONDS + 60) for w in workers] == [0] * PROCESSES
+    words = read_logs(logs)
+    assert not [w for w in words if w[0] == "disconnected"], "a lock or connection error reached a caller"
+    drain(ledger)
+    seen = check_everything(ledger, logs)
+    print(seen)
+    assert seen["granted"] > PROCESSES
+    assert seen["committed"] > PROCESSES
+    ledger.close()
+
+
+def test_kill_9_of_holders_and_of_postgres(tmp_path: Path) -> None:
+    """Ten crashes of the server and a stream of killed holders: nothing granted twice, nothing acknowledged lost."""
+    print(f"seed {SEED}")
+    chance = random.Random(SEED)
+    server = PostgresServer()
+    server.start()
+    url = f"{server.url}&sublet_schema=crash"
+    try:
+        ledger = wiring.plug_in("sublet.ledgers", "postgresql")(url, HostClock())
+        prepare(ledger)
+        logs: list[Path] = []
+        workers: list[subprocess.Popen[bytes]] = []
+
+        def spawn() -> None:
+            logs.append(tmp_path / f"log{len(logs)}")
+            workers.append(start_worker(url, SEED + len(logs), SECONDS * 4, logs[-1]))
+
+        for _ in range(PROCESSES):
+            spawn()
+        crashes = kills = 0
+        with settling(url):
+            while crashes < 10:
+                time.sleep(chance.uniform(0.3, SECONDS / 12))
+                victim = chance.choice([w for w in workers if w.poll() is None])
+                victim.kill()
+                victim.wait()
+                kills += 1
+                spawn()
+                if chance.random() < 0.7:
+                    server.crash()
+                    crashes += 1
+                    server.start()
+            time.sleep(1)
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        drain(ledger)
+        seen = check_everything(ledger, logs)
+        print(seen, "crashes", crashes, "kills", kills)
+        assert seen["granted"] > PROCESSES
+        assert seen["committed"] > PROCESSES
+        ledger.close()
+    finally:
+        server.stop()
+
+
+def test_kill_9_of_holders_and_of_the_warden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real wardens on the embedded ledger, killed again and again with their holders (K3)."""
+    print(f"seed {SEED}")
+    chance = random.Random(SEED)
+    url = f"sqlite:{tmp_path}/ledger.db"
+    for name, value in {
+        "SUBLET_HOME": str(tmp_path / "home"),
+        "SUBLET_LEDGER": url,
+        "SUBLET_DEVICES": DEVICES,
+        "SUBLET_HOST": "storm",
+    }.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings()
+    ledger = wiring.plug_in("sublet.ledgers", "sqlite")(url, HostClock())
+    for name in ("ada", "bob", "eve"):
+        ledger.add_tenant(Tenant(name=name), actor="storm")
+    wiring.ensure_warden(settings)
+    logs: list[Path] = []
+    workers: list[subprocess.Popen[bytes]] = []
+
+    def spawn() -> None:
+        logs.append(tmp_path / f"log{len(logs)}")
+        workers.append(start_worker(url, SEED + len(logs), SECONDS * 4, logs[-1]))
+
+    for _ in range(PROCESSES):
+        spawn()
+    until = time.monotonic() + SECONDS / 2
+    kills = 0
+    try:
+        while time.monotonic() < until:
+            time.sleep(chance.uniform(0.05, 0.6))
+            alive = [w for w in workers if w.poll() is None]
+            while len(alive) < PROCESSES:  # the warden itself ends workers whose lease ran out
+                spawn()
+                alive = [w for w in workers if w.poll() is None]
+            victim = chance.choice(alive)
+            victim.kill()
+            victim.wait()
+            kills += 1
+            if chance.random() < 0.4:
+                pid = wiring.warden_state(settings)[2]
+                if pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, 9)
+                    kills += 1
+                time.sleep(chance.uniform(0, 0.2))
+                wiring.ensure_warden(settings)
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        wiring.ensure_warden(settings)
+        deadline = time.monotonic() + 30
+        while ledger.leases():
+            assert time.monotonic() < deadline, [a.lease for a in ledger.leases()]
+            time.sleep(0.05)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        pid = wiring.warden_state(settings)[2]
+        if pid:
+            os.kill(pid, 9)
+    assert all(d.free_bytes == d.capacity_bytes and d.state.value == "ready" for d in ledger.devices("storm"))
+    seen = check_everything(ledger, logs)
+    print(seen, "kills", kills)
+    assert seen["granted"] > PROCESSES
+    ledger.close()
