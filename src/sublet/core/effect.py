@@ -106,7 +106,7 @@ def decide_reserve(
         return prior
     refusal = fence(lease, epoch, now)
     if refusal:
-        return Fenced(f"the reservation was refused: {refusal}")
+        return Fenced(f"the write was refused and changed nothing: {refusal}")
     if effect is not None and effect.owner != lease.id:
         if owner_alive:
             return EffectBusy(f"effect {effect.key} is being worked on under lease {effect.owner}")

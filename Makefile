@@ -1,0 +1,52 @@
+# The two commands of the README are `make demo` and `make test`. Both set up what they need, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+.PHONY: setup demo test lint bench proof clean docs
+
+setup: $(VENV)/.dev $(VENV)/.bench ## everything, in .venv
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "sublet needs Python 3.11 or newer; set PYTHON=…"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null && $(PYTHON) -m venv $(VENV); }
+
+$(VENV)/.base: $(BIN)/python pyproject.toml
+	@echo "setting up $(VENV) …"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.base
+	@$(PIP) -e '.[bench]'
+	@touch $@
+
+demo: $(VENV)/.base ## under a minute: leases, losses, proof
+	@$(BIN)/sublet demo
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check src tests bench docs
+	@$(BIN)/ruff format --check -q src tests bench docs
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache | tail -3
+
+test: $(VENV)/.dev lint ## everything that must hold, in a few minutes
+	@$(BIN)/pytest
+
+docs: $(VENV)/.dev ## write the generated reference pages anew
+	@$(BIN)/python docs/generate.py
+
+proof: $(VENV)/.dev ## the long storms
+	@SUBLET_STORM_SECONDS=$${SUBLET_STORM_SECONDS:-180} $(BIN)/pytest tests/storms -s
+
+bench: $(VENV)/.bench ## ratios against peers, in one run; ONLY=leases for one part
+	@if [ "$$(id -u)" = 0 ] && ! { command -v etcd && command -v redis-server; } >/dev/null; then \
+	  apt-get update -qq && apt-get install -y -qq etcd-server redis-server >/dev/null; fi
+	@$(BIN)/python -m bench $(ONLY)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,271 @@
+"""The command line as people use it: real processes, real exit codes, text and JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sublet.cli.main import COMMANDS
+from tests.runtime.conftest import Home, sqlite_home, wait_until  # noqa: F401
+
+
+def sublet(home: Home, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sublet", *args],
+        capture_output=True,
+        text=True,
+        env=home.environment | environment,
+        timeout=60,
+    )
+
+
+def as_json(home: Home, *args: str):
+    done = sublet(home, *args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def home(sqlite_home: Home) -> Home:  # noqa: F811
+    return sqlite_home
+
+
+def test_a_lease_from_acquire_to_release(home: Home) -> None:
+    made = as_json(home, "lease", "acquire", "--vram", "8GB", "--ttl", "1m", "--job", "j")
+    assert (made["state"], made["vram_bytes"], made["epoch"]) == ("active", 8 * 10**9, 1)
+    listed = sublet(home, "ps").stdout.splitlines()
+    assert listed[0].split()[:5] == ["LEASE", "JOB", "TENANT", "TIER", "ST"]
+    assert listed[1].split()[:2] == [made["id"], "j"]
+    assert " R " in listed[1]
+    renewed = as_json(home, "lease", "renew", made["id"])
+    assert renewed["expires_at"] > made["expires_at"]
+    assert as_json(home, "gpus")[0]["free_bytes"] == (16 << 30) - 8 * 10**9
+    assert as_json(home, "lease", "release", made["id"])["state"] == "ended"
+    assert as_json(home, "ps") == []
+    assert as_json(home, "ps", "--all")[0]["reason"] == "released"
+    assert sublet(home, "lease", "show", made["id"], "--check").returncode == 76
+    assert "no faults" in sublet(home, "journal", "verify").stderr
+
+
+def test_a_lease_can_be_bound_to_a_running_process(home: Home) -> None:
+    sleeper = subprocess.Popen(["sleep", "60"])
+    made = as_json(home, "lease", "acquire", "--pid", str(sleeper.pid), "--ttl", "10m")
+    assert made["pid"] == sleeper.pid
+    sleeper.kill()
+    sleeper.wait()
+    wait_until(lambda: as_json(home, "lease", "show", made["id"])["settled_at"])
+    assert as_json(home, "lease", "show", made["id"])["reason"] == "holder_lost"
+
+
+def test_short_output_is_for_scripts(home: Home) -> None:
+    assert sublet(home, "lease", "acquire", "--short").stdout.strip().endswith("-host0")
+
+
+def test_waiting_tells_place_and_reason_and_revoke_makes_room(home: Home) -> None:
+    first = as_json(home, "lease", "acquire", "--vram", "16GiB", "--ttl", "10m")
+    waiter = subprocess.Popen(
+        [sys.executable, "-m", "sublet", "lease", "acquire", "--vram", "10GiB", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=home.environment,
+    )
+    wait_until(lambda: len(as_json(home, "ps")) == 2)
+    waiting = next(r for r in as_json(home, "ps") if r["state"] == "waiting")
+    assert waiting["position"] == 1
+    assert "needs 10GiB" in waiting["detail"]
+    assert "PD" in sublet(home, "ps").stdout
+    said = sublet(home, "revoke", first["id"], "--grace", "0s", "--reason", "tests need it")
+    assert "tests need it" in said.stdout
+    made = json.loads(waiter.communicate(timeout=30)[0])
+    assert made["state"] == "active"
+    assert as_json(home, "lease", "show", first["id"])["reason"] == "revoked"
+
+
+def test_tenants_and_quotas(home: Home) -> None:
+    assert sublet(home, "tenant", "add", "ada", "--max-vram", "4GB", "--weight", "200").returncode == 0
+    assert sublet(home, "tenant", "add", "ada").returncode == 2
+    refused = sublet(home, "lease", "acquire", "--tenant", "ada", "--vram", "8GB", "--nonblock")
+    assert refused.returncode == 75
+    assert "may hold 4GB" in refused.stderr
+    assert as_json(home, "quota", "set", "ada", "--max-vram", "none")[0]["max_vram_bytes"] == 0
+    held = as_json(home, "lease", "acquire", "--tenant", "ada", "--vram", "8GB")
+    assert as_json(home, "quota", "show", "ada")[0]["live_bytes"] == 8 * 10**9
+    assert sublet(home, "tenant", "rm", "ada").returncode == 2
+    sublet(home, "lease", "release", held["id"])
+    assert sublet(home, "tenant", "rm", "ada").returncode == 0
+    assert sublet(home, "quota", "set", "ada").returncode == 2
+
+
+def test_quarantine_by_hand(home: Home) -> None:
+    device = as_json(home, "gpus")[0]["id"]
+    assert sublet(home, "quarantine", "set", device, "--reason", "fan").returncode == 0
+    assert as_json(home, "quarantine", "ls")[0]["note"] == "fan"
+    assert sublet(home, "lease", "acquire", "--nonblock").returncode == 75
+    assert sublet(home, "quarantine", "clear", device).returncode == 0
+    assert sublet(home, "lease", "acquire", "--nonblock").returncode == 0
+
+
+BAD_INPUT: list[tuple[list[str], int, str]] = [
+    (["lease", "acquire", "--vram", "-8GB"], 2, "is not a size"),
+    (["lease", "acquire", "--vram", "0"], 2, "not positive"),
+    (["lease", "acquire", "--ttl", "0s"], 2, "ttl 0ms is out of range"),
+    (["lease", "acquire", "--ttl", "900d"], 2, "longer than a year"),
+    (["lease", "acquire", "--ttl", "30d"], 2, "out of range"),
+    (["lease", "acquire", "--exclusivity", "mine"], 2, "use shared, session or device"),
+    (["lease", "acquire", "--tier", "vip"], 2, "use interactive, batch or spot"),
+    (["lease", "acquire", "--tenant", "nobody"], 2, "tenant nobody is unknown"),
+    (["lease", "acquire", "--tenant", "a'; DROP TABLE lease;--"], 2, "is not a name"),
+    (["lease", "acquire", "--count", "0"], 2, "count 0 is out of range"),
+    (["lease", "acquire", "--count", "99"], 75, "never fits"),
+    (["lease", "acquire", "--vram", "900GB"], 75, "never fits"),
+    (["lease", "acquire", "--pid", "4194304"], 2, "there is no process"),
+    (["lease", "renew", "../../etc/passwd"], 2, "is not a lease id"),
+    (["lease", "renew", "Lnope"], 2, "did not acquire"),
+    (["lease", "show", "Lnope"], 2, "there is no lease"),
+    (["revoke", "Lnope"], 2, "there is no lease"),
+    (["revoke", "Lnope", "--grace", "soon"], 2, "is not a duration"),
+    (["quarantine", "clear", "nodevice"], 2, "there is no device"),
+    (["tenant", "add", "a b"], 2, "is not a name"),
+    (["tenant", "add", "x", "--weight", "0"], 2, "weight 0 is out of range"),
+    (["tenant", "rm", "ghost"], 2, "is unknown"),
+    (["frobnicate"], 2, "No such command"),
+    (["migrate", "--restore", "/nonexistent"], 2, "does not exist"),
+]
+
+
+def test_bad_input_is_one_sentence_with_a_remedy(home: Home) -> None:
+    sublet(home, "gpus")
+    before = len(as_json(home, "journal", "tail", "-n", "1000"))
+    for args, code, says in BAD_INPUT:
+        done = sublet(home, *args)
+        assert done.returncode == code, (args, done.stderr)
+        assert says in done.stderr, (args, done.stderr)
+        assert "Traceback" not in done.stderr
+    changed = [e["kind"] for e in as_json(home, "journal", "tail", "-n", "1000")[before:]]
+    assert set(changed) <= {"lease.refused", "tenant.added"}, "bad input changed something"
+    assert changed.count("tenant.added") <= 1  # the user's own, on first use
+    assert as_json(home, "ps", "--all") == []
+
+
+def test_errors_are_json_when_asked(home: Home) -> None:
+    done = sublet(home, "lease", "acquire", "--vram", "900GB", "--json")
+    error = json.loads(done.stderr)["error"]
+    assert error["code"] == "never_fits"
+    assert error["remedy"]
+
+
+def test_wrong_settings_are_named(home: Home, tmp_path) -> None:
+    assert sublet(home, "ps", SUBLET_LEDGER="oracle:thing").returncode == 78
+    assert sublet(home, "ps", SUBLET_LEDGER="nothing").returncode == 78
+    assert sublet(home, "gpus", SUBLET_DEVICES="tpu:4").returncode == 78
+    assert "could not start" in sublet(home, "gpus", SUBLET_DEVICES="tpu:4", SUBLET_HOST="other").stderr
+    bad = sublet(home, "ps", SUBLET_LEDGER="postgresql://nobody@127.0.0.1:1/none")
+    assert bad.returncode == 69
+    assert "127.0.0.1" not in bad.stderr
+    (tmp_path / "home" / "sublet.toml").write_text("colour = 'red'\n")
+    unknown = sublet(home, "ps")
+    assert unknown.returncode == 78
+    assert "unknown setting 'colour'" in unknown.stderr
+
+
+def test_settings_by_precedence_and_origin(home: Home, tmp_path) -> None:
+    (tmp_path / "home").mkdir(exist_ok=True)
+    (tmp_path / "home" / "sublet.toml").write_text("tenant = 'filed'\n[policy]\ngrace = '3s'\n")
+    found = {s["name"]: s for s in as_json(home, "doctor")["settings"]}
+    assert found["SUBLET_TENANT"]["value"] == "filed"
+    assert found["SUBLET_TENANT"]["origin"].endswith("sublet.toml")
+    assert found["SUBLET_HOME"]["origin"] == "SUBLET_HOME"
+    assert found["SUBLET_STORE"]["origin"] == "default"
+    over = json.loads(sublet(home, "doctor", "--json", SUBLET_TENANT="loud").stdout)
+    assert {s["name"]: s["origin"] for s in over["settings"]}["SUBLET_TENANT"] == "SUBLET_TENANT"
+
+
+def test_doctor_hides_secrets_and_names_what_fails(home: Home) -> None:
+    well = sublet(home, "doctor", SUBLET_TOKEN="tok-canary")
+    assert well.returncode == 0, well.stdout
+    assert "tok-canary" not in well.stdout
+    assert "(set)" in well.stdout
+    password = sublet(home, "doctor", SUBLET_LEDGER="postgresql://u:pw-canary@127.0.0.1:1/x")
+    assert password.returncode == 78
+    assert "pw-canary" not in password.stdout + password.stderr
+    assert "fail" in password.stdout
+
+
+def test_a_backup_put_back_fences_old_holders(home: Home, tmp_path) -> None:
+    held = as_json(home, "lease", "acquire", "--ttl", "10m")
+    backup = tmp_path / "backup.db"
+    assert sublet(home, "migrate", "--backup", str(backup)).returncode == 0
+    assert sublet(home, "migrate", "--backup", str(backup)).returncode == 2
+    later = as_json(home, "lease", "acquire", "--ttl", "10m")
+    refused = sublet(home, "migrate", "--restore", str(backup))
+    assert refused.returncode == 2
+    assert "a warden" in refused.stderr
+    home.end_warden()
+    assert sublet(home, "migrate", "--restore", str(backup)).returncode == 0
+    assert sublet(home, "lease", "renew", held["id"]).returncode == 76
+    assert sublet(home, "lease", "renew", later["id"]).returncode == 76
+    fresh = as_json(home, "lease", "acquire")
+    assert fresh["epoch"] > later["epoch"] + 2**39
+    assert sublet(home, "journal", "verify").returncode == 0
+
+
+def test_journal_verify_catches_an_edit(home: Home, tmp_path) -> None:
+    import apsw
+
+    as_json(home, "lease", "acquire")
+    db = apsw.Connection(str(tmp_path / "home" / "ledger.db"))
+    db.execute("UPDATE journal SET body = replace(body, 'interactive', 'spot') WHERE kind = 'lease.granted'")
+    db.close()
+    done = sublet(home, "journal", "verify")
+    assert done.returncode == 73
+    assert "was edited" in done.stdout
+
+
+def test_follow_prints_as_it_happens(home: Home) -> None:
+    sublet(home, "gpus")
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "sublet", "journal", "tail", "-f"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=home.environment,
+    )
+    time.sleep(0.5)
+    made = as_json(home, "lease", "acquire")
+    for line in follower.stdout:
+        if made["id"] in line:
+            break
+    follower.kill()
+    follower.wait()
+    follower.stdout.close()
+
+
+def test_every_command_has_help_with_an_example(home: Home) -> None:
+    for name in COMMANDS:
+        text = sublet(home, name, "--help").stdout
+        if "Commands:" in text:
+            children = [line.split()[0] for line in text.split("Commands:")[1].splitlines() if line.strip()]
+            for child in children:
+                assert "Example:" in sublet(home, name, child, "--help").stdout, f"{name} {child}"
+        else:
+            assert "Example:" in text, name
+
+
+def test_help_and_import_load_no_heavy_module() -> None:
+    code = (
+        "import sys, sublet\n"
+        "assert not {'apsw', 'rich', 'click', 'psycopg', 'asyncio'} & set(sys.modules), sys.modules.keys()\n"
+        "import sublet.cli.main\n"
+        "assert not {'apsw', 'rich', 'psycopg', 'sublet.wiring'} & set(sys.modules), sys.modules.keys()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_demo_proves_its_claim(home: Home) -> None:
+    done = sublet(home, "demo", "--seed", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("  yes") == 5
+    assert "  NO" not in done.stdout

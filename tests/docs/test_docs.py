@@ -1,0 +1,79 @@
+"""The documentation is true: its examples run, its reference matches the code, its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sublet.core.errors import error_tree
+from tests.runtime.conftest import Home, sqlite_home  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+EXAMPLES = [p for p in PAGES if re.search(r"^```(python|console)$", p.read_text(), re.M)]
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_examples_run(page: Path, sqlite_home: Home, tmp_path: Path) -> None:  # noqa: F811
+    environment = sqlite_home.environment | {
+        "HOME": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    ran = 0
+    for kind, body in re.findall(r"^```(python|console)\n(.*?)^```", page.read_text(), re.M | re.S):
+        commands = (
+            [[sys.executable, "-c", body]]
+            if kind == "python"
+            else [["/bin/sh", "-c", line[2:]] for line in body.splitlines() if line.startswith("$ ")]
+        )
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+            assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+            ran += 1
+    assert ran
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
+    for name, page in pages.items():
+        assert (ROOT / "docs" / "reference" / name).read_text() == page(), f"run 'make docs' for {name}"
+
+
+def test_every_error_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    ours = [cls for cls in error_tree() if cls.__module__ == "sublet.core.errors"]
+    missing = [cls.code for cls in ours[1:] if f"`{cls.code}`" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_decision_is_listed() -> None:
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    for page in (ROOT / "docs" / "decisions").glob("0*.md"):
+        assert page.name in index
+
+
+def test_every_dependency_has_its_reason() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    reasons = (ROOT / "docs" / "decisions" / "0001-dependencies.md").read_text()
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["postgres"],
+    ]
+    for requirement in wanted:
+        name = re.split(r"[\[<>=; ]", requirement)[0]
+        assert name in ("sublet",) or name.split("-")[0] in reasons, f"{name} has no line in decisions/0001"
