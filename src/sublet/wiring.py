@@ -29,6 +29,7 @@ from sublet.core.values import check_job, parse_duration, parse_size, parse_size
 from sublet.drivers.probe import find_devices
 from sublet.hosting.clock import HostClock
 from sublet.hosting.processes import HostProcesses
+from sublet.ports.driver import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.runtime.acquire import OnOffer, OnWait
 from sublet.runtime.acquire import acquire as acquire_lease
@@ -77,8 +78,13 @@ def open_ledger(settings: Settings) -> Ledger:
         return found
 
 
+def drivers() -> dict[str, Driver]:
+    """Every driver of this installation. A driver whose libraries are missing finds no devices."""
+    return {point.name: point.load()() for point in entry_points(group="sublet.drivers")}
+
+
 def find_host_devices(settings: Settings) -> list[FoundDevice]:
-    probes = {point.name: point.load() for point in entry_points(group="sublet.drivers")}
+    probes = {name: driver.probe for name, driver in drivers().items()}
     return find_devices(settings["devices"], settings["host"], probes)
 
 

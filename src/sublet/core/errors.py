@@ -176,6 +176,27 @@ class DeviceFault(SubletError):
     remedy = "use another device; 'sublet quarantine ls' shows which are withheld"
 
 
+class OutOfMemory(DeviceFault):
+    """The device, or the leased part of it, has not that much memory left; the session is still usable."""
+
+    code = "out_of_memory"
+    remedy = "free something, or lease more VRAM"
+
+
+class KernelTimeout(DeviceFault):
+    """A kernel ran longer than the watchdog allows; the device's state is unknown."""
+
+    code = "kernel_timeout"
+    remedy = "end this process: its lease will be torn down and the device cleaned"
+
+
+class CompileFailed(BadInput):
+    """The code did not compile; the session is still usable."""
+
+    code = "compile_failed"
+    remedy = "correct the source; the compiler's log is in the message"
+
+
 class TeardownUnproven(DeviceFault):
     """A holder could not be shown to be gone, so its device is withheld."""
 

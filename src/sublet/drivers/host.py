@@ -1,37 +1,234 @@
-"""The host driver's devices: main memory declared as VRAM, `host:2x16GiB`. Needs nothing, works everywhere."""
+"""The host driver: main memory as a device, Python functions as kernels. Needs nothing, works everywhere.
+
+Rules of this file:
+- It is the reference: what it does is what the contract suite asks of every driver.
+- Device memory is anonymous files (memfd) named after their device. They vanish with the last process that holds them, as a GPU's
+  memory does, and a warden can add up who still holds what from /proc, as NVML would tell it.
+- A kernel is a Python function `kernel(grid, *args)`: scalars come as numbers, buffers as writable memoryviews. It runs at `launch`.
+- Faults (latency, no memory, wedging on close, leaking) can be declared, so that every guarantee can be tested without a GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import mmap
 import os
 import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from sublet.core.errors import BadInput
-from sublet.core.values import format_size, parse_size
+from sublet.core.errors import BadInput, CompileFailed, DeviceFault, KernelTimeout, OutOfMemory
+from sublet.core.kernel import Scalar, Shape3
+from sublet.core.values import format_size, parse_duration, parse_size
+from sublet.ports.driver import Capabilities
 from sublet.ports.ledger import FoundDevice
 
-_SPEC = re.compile(r"(?:(\d+)x)?(.+)")
+_SPEC = re.compile(r"(?:(\d+)x)?([^!]+)(?:!(.*))?")
 MOST = 1024
 
 
-def probe(spec: str, host: str) -> list[FoundDevice]:
-    """`spec` is what follows `host:`; empty or `auto` means one device of half the machine's memory."""
-    if spec in ("", "auto"):
-        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        return [_device(host, 0, max(1 << 30, half >> 30 << 30))]
-    match = _SPEC.fullmatch(spec)
-    assert match is not None
-    count = int(match.group(1) or 1)
-    if not 1 <= count <= MOST:
-        raise BadInput(f"SUBLET_DEVICES declares {count} host devices: use 1 to {MOST}")
-    size = parse_size(match.group(2), what="SUBLET_DEVICES size")
-    return [_device(host, ordinal, size) for ordinal in range(count)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What may go wrong, declared in SUBLET_DEVICES after a '!': `host:1x4GiB!latency=5ms+oom=2GiB+wedge+leak`."""
+
+    latency_us: int = 0
+    oom_bytes: int = 0  # the device fails above this, whatever it claims to have
+    wedge: bool = False  # closing hangs
+    leak: bool = False  # memory stays held after the process is gone
 
 
-def _device(host: str, ordinal: int, size: int) -> FoundDevice:
-    return FoundDevice(
-        id=f"{host}-host{ordinal}",
-        driver="host",
-        ordinal=ordinal,
-        name=f"host memory {format_size(size)}",
-        capacity_bytes=size,
-    )
+def parse_faults(text: str) -> Faults:
+    values: dict[str, Any] = {}
+    for part in filter(None, text.split("+")):
+        name, _, value = part.partition("=")
+        if name == "latency":
+            values["latency_us"] = parse_duration(value, what="latency")
+        elif name == "oom":
+            values["oom_bytes"] = parse_size(value, what="oom")
+        elif name in ("wedge", "leak"):
+            values[name] = True
+        else:
+            raise BadInput(f"host device fault {name[:40]!r} is unknown: use latency=, oom=, wedge or leak")
+    return Faults(**values)
+
+
+def memory_name(device_id: str) -> str:
+    return f"sublet:{device_id}"
+
+
+class _Memory:
+    """One buffer."""
+
+    __slots__ = ("fd", "map", "size", "view")
+
+    def __init__(self, device_id: str, size: int) -> None:
+        self.size = size
+        self.fd = os.memfd_create(memory_name(device_id), os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self.map = mmap.mmap(self.fd, size)
+        except (OSError, ValueError) as e:
+            os.close(self.fd)
+            raise OutOfMemory(f"the host has not {format_size(size)} of memory left") from e
+        self.view = memoryview(self.map)
+
+    def close(self) -> None:
+        self.view.release()
+        with contextlib.suppress(BufferError):  # a kernel kept a view: the map goes when it lets go
+            self.map.close()
+        os.close(self.fd)
+
+
+class HostContext:
+    """Implements `ports.driver.Context`."""
+
+    def __init__(self, device_id: str, faults: Faults) -> None:
+        self._device_id = device_id
+        self._faults = faults
+        self._used = 0
+        self._spent_us = 0
+        self._slowest_us = 0
+
+    def alloc(self, size: int) -> _Memory:
+        if self._faults.oom_bytes and self._used + size > self._faults.oom_bytes:
+            raise OutOfMemory(f"the device has not {format_size(size)} left")
+        memory = _Memory(self._device_id, size)
+        self._used += size
+        return memory
+
+    def free(self, buffer: _Memory) -> None:
+        self._used -= buffer.size
+        buffer.close()
+
+    def write(self, buffer: _Memory, offset: int, data: memoryview) -> None:
+        buffer.view[offset : offset + data.nbytes] = data
+
+    def read(self, buffer: _Memory, offset: int, size: int) -> bytes:
+        return bytes(buffer.view[offset : offset + size])
+
+    def load(self, source: str | bytes) -> dict[str, Callable[..., object]]:
+        text = source.decode(errors="replace") if isinstance(source, bytes) else source
+        space: dict[str, Any] = {"__name__": "sublet_kernel"}
+        try:
+            exec(compile(text, "<kernel>", "exec"), space)
+        except Exception as e:
+            raise CompileFailed(f"the kernel source did not compile: {type(e).__name__}: {e}") from e
+        return {k: v for k, v in space.items() if inspect.isfunction(v)}
+
+    def unload(self, module: dict[str, Callable[..., object]]) -> None:
+        module.clear()
+
+    def launch(
+        self,
+        module: dict[str, Callable[..., object]],
+        kernel: str,
+        grid: Shape3,
+        block: Shape3,
+        args: Sequence[Scalar | _Memory],
+    ) -> None:
+        code = module.get(kernel)
+        if code is None:
+            known = ", ".join(sorted(module)) or "none"
+            raise BadInput(f"the module has no kernel {kernel[:60]!r}; it has {known}")
+        total: Shape3 = (grid[0] * block[0], grid[1] * block[1], grid[2] * block[2])
+        values = [a.value if isinstance(a, Scalar) else a.view[:] for a in args]
+        try:
+            inspect.signature(code).bind(total, *values)
+        except TypeError as e:
+            raise BadInput(f"{kernel} does not take these arguments: {e}") from e
+        begun = time.perf_counter_ns()
+        try:
+            if self._faults.latency_us:
+                time.sleep(self._faults.latency_us / 1e6)
+            code(total, *values)
+        except Exception as e:
+            raise DeviceFault(f"kernel {kernel} failed: {type(e).__name__}: {e}") from e
+        finally:
+            for value in values:
+                if isinstance(value, memoryview):
+                    with contextlib.suppress(BufferError):
+                        value.release()
+        took = (time.perf_counter_ns() - begun) // 1000
+        self._spent_us += took
+        self._slowest_us = max(self._slowest_us, took)
+
+    def sync(self, timeout_us: int | None) -> int:
+        spent, slowest = self._spent_us, self._slowest_us
+        self._spent_us = self._slowest_us = 0
+        if timeout_us is not None and slowest > timeout_us:
+            raise KernelTimeout(f"a kernel ran for {slowest} us, the watchdog allows {timeout_us} us")
+        return spent
+
+    def close(self) -> None:
+        if self._faults.wedge:
+            while True:
+                time.sleep(3600)
+        if self._faults.leak:
+            _leak(self._device_id)
+
+
+def _leak(device_id: str) -> None:
+    """A process outside the lease keeps device memory, as a wedged kernel module would."""
+    fd = os.memfd_create(memory_name(device_id), 0)
+    os.ftruncate(fd, 1 << 20)
+    subprocess.Popen(["sleep", "600"], pass_fds=(fd,), start_new_session=True)
+    os.close(fd)
+
+
+class HostDriver:
+    """Implements `ports.driver.Driver`."""
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._faults: dict[str, Faults] = {}
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(sources=("python",), measures_memory=True)
+
+    def probe(self, spec: str, host: str) -> list[FoundDevice]:
+        """`spec` is what follows `host:`; empty or `auto` means one device of half the machine's memory."""
+        if spec in ("", "auto"):
+            half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+            return [self._device(host, 0, max(1 << 30, half >> 30 << 30), Faults())]
+        match = _SPEC.fullmatch(spec)
+        if match is None:
+            raise BadInput(f"SUBLET_DEVICES host:{spec[:40]} is not understood: write host:2x16GiB")
+        count = int(match.group(1) or 1)
+        if not 1 <= count <= MOST:
+            raise BadInput(f"SUBLET_DEVICES declares {count} host devices: use 1 to {MOST}")
+        size = parse_size(match.group(2), what="SUBLET_DEVICES size")
+        faults = parse_faults(match.group(3) or "")
+        return [self._device(host, ordinal, size, faults) for ordinal in range(count)]
+
+    def _device(self, host: str, ordinal: int, size: int, faults: Faults) -> FoundDevice:
+        device_id = f"{host}-host{ordinal}"
+        self._faults[device_id] = faults
+        return FoundDevice(
+            id=device_id,
+            driver=self.name,
+            ordinal=ordinal,
+            name=f"host memory {format_size(size)}",
+            capacity_bytes=size,
+        )
+
+    def open(self, device_id: str, ordinal: int, lease_id: str) -> HostContext:
+        return HostContext(device_id, self._faults.get(device_id, Faults()))
+
+    def used_bytes(self, device_id: str, ordinal: int) -> int | None:
+        """Each anonymous file of the device, once, however many processes hold it."""
+        wanted = f"/memfd:{memory_name(device_id)} (deleted)"
+        found: dict[int, int] = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                for fd in os.listdir(f"/proc/{pid}/fd"):
+                    path = f"/proc/{pid}/fd/{fd}"
+                    with contextlib.suppress(OSError):
+                        if os.readlink(path) == wanted:
+                            info = os.stat(path)
+                            found[info.st_ino] = info.st_size
+        return sum(found.values())

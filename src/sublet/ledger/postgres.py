@@ -58,6 +58,7 @@ except ImportError as missing:
 
 T = TypeVar("T")
 DEFAULT_PATIENCE_US = 10_000_000
+OPEN_PATIENCE_US = 3_000_000  # a wrong address should be told soon
 CONNECT_SECONDS = 3
 CHANNEL = "sublet"
 OLDEST_SERVER = 140_000
@@ -622,7 +623,7 @@ def _first_rows(connection: psycopg.Connection[Row], clock: Clock) -> None:
 def open_ledger(url: str, clock: Clock, *, patience_us: int = DEFAULT_PATIENCE_US) -> PostgresLedger:
     """`postgresql://…`. An empty database gets its schema; an old or newer one is refused with what to do."""
     engine = PostgresEngine(url, patience_us=patience_us)
-    found = engine.attempt(True, lambda connection: _schema_version(connection, engine.schema), None)
+    found = engine.attempt(True, lambda connection: _schema_version(connection, engine.schema), OPEN_PATIENCE_US)
     if found == 0:
         apply_migrations(url, clock)
     else:
