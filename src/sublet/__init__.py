@@ -14,6 +14,7 @@ _HOME = {
     "gpu": "sublet.wiring",
     "Lease": "sublet.runtime.holding",
     "Notice": "sublet.core.notice",
+    **dict.fromkeys(("u32", "u64", "i32", "i64", "f32", "f64"), "sublet.core.kernel"),
     **dict.fromkeys(
         [
             "BadInput",
@@ -47,11 +48,12 @@ _HOME = {
 
 if TYPE_CHECKING:
     from sublet.core.errors import *  # noqa: F403
+    from sublet.core.kernel import f32, f64, i32, i64, u32, u64
     from sublet.core.notice import Notice
     from sublet.runtime.holding import Lease
     from sublet.wiring import gpu
 
-__all__ = ["Lease", "Notice", "__version__", "gpu"]
+__all__ = ["Lease", "Notice", "__version__", "f32", "f64", "gpu", "i32", "i64", "u32", "u64"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,7 @@ from sublet.core.lease import Holder, Request, parse_tier
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
 from sublet.drivers.probe import find_devices
+from sublet.drivers.session import GpuSession
 from sublet.hosting.clock import HostClock
 from sublet.hosting.processes import HostProcesses
 from sublet.ports.driver import Driver
@@ -86,6 +87,27 @@ def drivers() -> dict[str, Driver]:
 def find_host_devices(settings: Settings) -> list[FoundDevice]:
     probes = {name: driver.probe for name, driver in drivers().items()}
     return find_devices(settings["devices"], settings["host"], probes)
+
+
+def open_session(settings: Settings, lease: Lease, index: int, watchdog_us: int) -> GpuSession:
+    """Open the lease's device in this process, with the driver that found it."""
+    device_id = lease.devices[index]
+    device = next(d for d in open_ledger(settings).devices(settings["host"]) if d.id == device_id)
+    driver = drivers().get(device.driver)
+    if driver is None:
+        raise Misconfigured(
+            f"device {device_id} needs the driver {device.driver}, which is not installed here"
+        )
+    # Probing tells the driver what was declared about the device; opening is what touches it.
+    if device.driver == "host":
+        driver.probe(_declared(settings["devices"], "host"), settings["host"])
+    context = driver.open(device_id, device.ordinal, lease.id)
+    return GpuSession(context, lease, lease.vram_bytes, device_id=device_id, watchdog_us=watchdog_us)
+
+
+def _declared(spec: str, driver: str) -> str:
+    parts = [p.strip().partition(":")[2] for p in spec.split(",") if p.strip().startswith(f"{driver}:")]
+    return parts[0] if parts else "auto"
 
 
 def processes(settings: Settings) -> HostProcesses:
@@ -286,6 +308,9 @@ class GpuRequest:
         ensure_warden(self._settings)
         lease = acquire_lease(
             ledger, CLOCK, self.request, self._who(), on_wait=self._on_wait, on_offer=self._on_offer
+        )
+        lease._opener = lambda held, device, watchdog_us: open_session(
+            self._settings, held, device, watchdog_us
         )
         # It may have left, idle, between our look and our grant.
         ensure_warden(self._settings, wait=False)

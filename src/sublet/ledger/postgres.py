@@ -623,7 +623,9 @@ def _first_rows(connection: psycopg.Connection[Row], clock: Clock) -> None:
 def open_ledger(url: str, clock: Clock, *, patience_us: int = DEFAULT_PATIENCE_US) -> PostgresLedger:
     """`postgresql://…`. An empty database gets its schema; an old or newer one is refused with what to do."""
     engine = PostgresEngine(url, patience_us=patience_us)
-    found = engine.attempt(True, lambda connection: _schema_version(connection, engine.schema), OPEN_PATIENCE_US)
+    found = engine.attempt(
+        True, lambda connection: _schema_version(connection, engine.schema), OPEN_PATIENCE_US
+    )
     if found == 0:
         apply_migrations(url, clock)
     else:

@@ -18,16 +18,19 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from sublet.core import notice as notices
-from sublet.core.errors import Disconnected, LeaseLost, SubletError
+from sublet.core.errors import BadInput, Disconnected, InvariantBroken, LeaseLost, SubletError
 from sublet.core.lease import Lease as LeaseRow
 from sublet.core.lease import LeaseState
 from sublet.core.notice import Notice
 from sublet.core.renewal import local_deadline
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
+from sublet.ports.session import Session
 
 #: Leaving must not hang: a lease that cannot be given back runs out by itself.
 RELEASE_PATIENCE_US = 2_000_000
+#: The longest a kernel may run before its session is given up.
+WATCHDOG_US = 600_000_000
 
 
 class Lease:
@@ -49,6 +52,8 @@ class Lease:
         self._touched = True
         self._over = ""  # why, once it is over
         self._on_release: Callable[[Lease], None] = lambda lease: None
+        self._opener: Callable[[Lease, int, int], Session] | None = None
+        self._sessions: list[Session] = []
 
     # what it is
 
@@ -152,6 +157,17 @@ class Lease:
             self._ledger.mark(self.key, busy=busy)
             self._replace_row(busy=busy)
 
+    def open(self, device: int = 0, *, watchdog_us: int = WATCHDOG_US) -> Session:
+        """A GpuSession on one of the lease's devices; a gang lease opens one for each. Closed with the lease at the latest."""
+        self.check()
+        if self._opener is None:
+            raise InvariantBroken("this lease was made without its drivers")
+        if not 0 <= device < len(self.devices):
+            raise BadInput(f"device {device} is not one of this lease's {len(self.devices)}")
+        session = self._opener(self, device, watchdog_us)
+        self._sessions.append(session)
+        return session
+
     def on_notice(self, callback: Callable[[Notice], None]) -> None:
         """Called once per new warning, from a thread of sublet's; set a flag there and return."""
         self._callbacks.append(callback)
@@ -166,6 +182,8 @@ class Lease:
             if self._over == "released":
                 return
             was_over, self._over = self._over, "released"
+        for session in reversed(self._sessions):
+            session.close()
         self._on_release(self)
         try:
             self._ledger.release(self._row.id, self._secret, patience_us=RELEASE_PATIENCE_US)

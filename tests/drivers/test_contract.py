@@ -1,0 +1,305 @@
+"""One suite over every driver that can run in this process: the host driver and OpenCL on PoCL."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sublet.core.errors import BadInput, CompileFailed, LeaseLost, OutOfMemory, SubletError
+from sublet.core.kernel import f32, f64, i32, u32, u64
+from sublet.drivers.host import HostDriver
+from sublet.drivers.opencl import OpenClDriver, _installed
+from sublet.drivers.session import GpuSession
+from tests.conftest import need
+
+QUOTA = 1 << 20
+
+SOURCES = {
+    "host": """
+import struct
+def train_step(grid, step, n, buf):
+    for i in range(n):
+        buf[i] = (buf[i] + step) % 256
+def mixed(grid, a, b, c, d, e, out):
+    out[:] = struct.pack("<IQiif d".replace(" ", ""), a, b, c, 0, d, e)
+def count(grid, out):
+    out[:4] = struct.pack("<I", grid[0] * grid[1] * grid[2])
+""",
+    "opencl": """
+__kernel void train_step(ulong step, uint n, __global uchar* buf) {
+    uint i = get_global_id(0);
+    if (i < n) buf[i] = (uchar)(buf[i] + step);
+}
+__kernel void mixed(uint a, ulong b, int c, float d, double e, __global uchar* out) {
+    for (int i = 0; i < 4; i++) out[i] = ((uchar*)&a)[i];
+    for (int i = 0; i < 8; i++) out[4 + i] = ((uchar*)&b)[i];
+    for (int i = 0; i < 4; i++) out[12 + i] = ((uchar*)&c)[i];
+    for (int i = 0; i < 4; i++) out[16 + i] = 0;
+    for (int i = 0; i < 4; i++) out[20 + i] = ((uchar*)&d)[i];
+    for (int i = 0; i < 8; i++) out[24 + i] = ((uchar*)&e)[i];
+}
+__kernel void count(__global uint* out) { atomic_inc((volatile __global uint*)out); }
+""",
+}
+BROKEN = {"host": "def f(:", "opencl": "__kernel void f( { nonsense }"}
+
+
+class FakeLease:
+    """Stands for the lease only: whether it is held is the test's to say."""
+
+    id = "Ltest"
+
+    def __init__(self) -> None:
+        self.held = True
+
+    def check(self) -> None:
+        if not self.held:
+            raise LeaseLost("lease Ltest has ended: test")
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        yield
+
+
+class Rig:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.driver = HostDriver() if name == "host" else OpenClDriver()
+        self.lease = FakeLease()
+        self.device = self.driver.probe("1x1GiB" if name == "host" else "auto", "here")[0]
+
+    def open(self, **options: int) -> GpuSession:
+        context = self.driver.open(self.device.id, self.device.ordinal, "Ltest")
+        return GpuSession(context, self.lease, QUOTA, device_id=self.device.id, **options)
+
+
+@pytest.fixture(scope="module", params=["host", "opencl"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    if request.param == "opencl":
+        need(_installed(), "pyopencl with PoCL")
+    return Rig(request.param)
+
+
+@pytest.fixture
+def gpu(rig: Rig) -> Iterator[GpuSession]:
+    rig.lease.held = True
+    session = rig.open()
+    yield session
+    session.close()
+
+
+def test_the_recipe(rig: Rig, gpu: GpuSession) -> None:
+    """Load, allocate, write, launch with typed arguments, sync, read, unload, free: nothing left for teardown."""
+    batch = gpu.alloc(4)
+    gpu.write(batch, bytes([1, 2, 3, 254]))
+    module = gpu.load(SOURCES[rig.name])
+    gpu.launch(module, "train_step", grid=(4,), block=(1,), args=[u64(42), u32(4), batch])
+    assert gpu.sync() >= 0
+    assert gpu.read(batch) == bytes([43, 44, 45, 40])
+    gpu.unload(module)
+    gpu.free(batch)
+    tally = gpu.close()
+    assert (tally.launches, tally.left_buffers, tally.left_modules, tally.problems) == (1, 0, 0, [])
+    assert (tally.bytes_written, tally.bytes_read) == (4, 4)
+
+
+def test_arguments_arrive_bit_exact(rig: Rig, gpu: GpuSession) -> None:
+    out = gpu.alloc(32)
+    module = gpu.load(SOURCES[rig.name])
+    args = [u32(0xDEADBEEF), u64(2**63 + 1), i32(-5), f32(1.5), f64(-0.1), out]
+    gpu.launch(module, "mixed", args=args)
+    gpu.sync()
+    assert gpu.read(out) == struct.pack("<IQiifd", 0xDEADBEEF, 2**63 + 1, -5, 0, 1.5, -0.1)
+
+
+def test_every_thread_of_the_grid_runs(rig: Rig, gpu: GpuSession) -> None:
+    out = gpu.alloc(4)
+    module = gpu.load(SOURCES[rig.name])
+    gpu.launch(module, "count", grid=(3, 2), block=(4, 2, 2), args=[out])
+    gpu.sync()
+    assert struct.unpack("<I", gpu.read(out))[0] == 3 * 2 * 4 * 2 * 2
+
+
+def test_memory_is_zeroed(gpu: GpuSession) -> None:
+    for _ in range(20):
+        buffer = gpu.alloc(4096)
+        assert gpu.read(buffer) == bytes(4096)
+        gpu.write(buffer, b"\xaa" * 4096)
+        gpu.free(buffer)
+
+
+def test_partial_copies(gpu: GpuSession) -> None:
+    buffer = gpu.alloc(10)
+    gpu.write(buffer, b"abc", offset=4)
+    assert gpu.read(buffer, 5, offset=3) == b"\0abc\0"
+    assert gpu.read(buffer, 0, offset=10) == b""
+    gpu.write(buffer, b"", offset=10)
+
+
+def test_wrong_use_is_refused_and_the_session_goes_on(rig: Rig, gpu: GpuSession) -> None:
+    other = rig.open()
+    foreign_buffer, foreign_module = other.alloc(16), other.load(SOURCES[rig.name])
+    buffer, module = gpu.alloc(16), gpu.load(SOURCES[rig.name])
+    freed = gpu.alloc(16)
+    gpu.free(freed)
+    wrong = [
+        lambda: gpu.alloc(0),
+        lambda: gpu.alloc(-1),
+        lambda: gpu.alloc(True),
+        lambda: gpu.free(freed),
+        lambda: gpu.read(freed),
+        lambda: gpu.write(foreign_buffer, b"x"),
+        lambda: gpu.read(foreign_buffer),
+        lambda: gpu.free(foreign_buffer),
+        lambda: gpu.unload(foreign_module),
+        lambda: gpu.unload(buffer),
+        lambda: gpu.free(module),
+        lambda: gpu.write(buffer, b"x" * 17),
+        lambda: gpu.write(buffer, b"x", offset=16),
+        lambda: gpu.write(buffer, b"x", offset=-1),
+        lambda: gpu.read(buffer, 17),
+        lambda: gpu.read(buffer, -1),
+        lambda: gpu.launch(module, "no_such_kernel"),
+        lambda: gpu.launch(foreign_module, "count", args=[buffer]),
+        lambda: gpu.launch(module, "count", args=[foreign_buffer]),
+        lambda: gpu.launch(module, "count", args=[freed]),
+        lambda: gpu.launch(module, "count", args=[]),
+        lambda: gpu.launch(module, "count", args=[buffer, buffer]),
+        lambda: gpu.launch(module, "train_step", args=[7, u32(4), buffer]),
+        lambda: gpu.launch(module, "count", grid=(0,), args=[buffer]),
+        lambda: gpu.launch(module, "count", grid=(1, 1, 1, 1), args=[buffer]),
+        lambda: gpu.launch(module, "count", grid=(-1,), args=[buffer]),
+    ]
+    for n, call in enumerate(wrong):
+        with pytest.raises(BadInput):
+            call()
+            pytest.fail(f"case {n} was allowed")
+    with pytest.raises(CompileFailed) as failed:
+        gpu.load(BROKEN[rig.name])
+    assert "did not compile" in str(failed.value)
+    with pytest.raises(OutOfMemory, match="would exceed the leased 1MiB"):
+        gpu.alloc(QUOTA)
+    gpu.write(buffer, b"still here......")
+    gpu.launch(module, "train_step", grid=(16,), args=[u64(0), u32(16), buffer])
+    gpu.sync()
+    assert gpu.read(buffer) == b"still here......"
+    other.close()
+
+
+def test_after_the_lease_nothing_but_freeing_works(rig: Rig) -> None:
+    rig.lease.held = True
+    gpu = rig.open()
+    buffer, module = gpu.alloc(16), gpu.load(SOURCES[rig.name])
+    rig.lease.held = False
+    for call in (
+        lambda: gpu.alloc(1),
+        lambda: gpu.write(buffer, b"x"),
+        lambda: gpu.read(buffer),
+        lambda: gpu.load(SOURCES[rig.name]),
+        lambda: gpu.launch(module, "count", args=[buffer]),
+        lambda: gpu.sync(),
+    ):
+        with pytest.raises(LeaseLost):
+            call()
+    gpu.free(buffer)
+    tally = gpu.close()
+    assert (tally.left_buffers, tally.left_modules) == (0, 1)
+    rig.lease.held = True
+
+
+def test_teardown_counts_what_was_left(rig: Rig) -> None:
+    rig.lease.held = True
+    with pytest.raises(ZeroDivisionError), rig.open() as gpu:
+        gpu.alloc(100)
+        gpu.alloc(28)
+        gpu.load(SOURCES[rig.name])
+        1 / 0  # noqa: B018
+    assert (gpu.tally.left_buffers, gpu.tally.left_modules, gpu.tally.left_bytes) == (2, 1, 128)
+    assert gpu.used_bytes == 0
+
+
+STEPS = ["alloc", "write", "load", "launch", "sync", "read", "unload", "free"]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(stop=st.integers(0, len(STEPS)), lose=st.booleans())
+def test_an_exception_at_every_line_leaks_nothing(rig: Rig, stop: int, lose: bool) -> None:
+    """Whatever line a step dies at, and whether the lease dies with it, the device is as before."""
+    rig.lease.held = True
+    gpu = rig.open()
+    before = rig.driver.used_bytes(rig.device.id, rig.device.ordinal)
+    with contextlib.suppress(SubletError, KeyError), gpu:
+        made: dict[str, object] = {}
+        for number, step in enumerate(STEPS):
+            if number == stop:
+                rig.lease.held = not lose
+                raise KeyError(step)
+            if step == "alloc":
+                made["buffer"] = gpu.alloc(64)
+            elif step == "write":
+                gpu.write(made["buffer"], b"x" * 64)
+            elif step == "load":
+                made["module"] = gpu.load(SOURCES[rig.name])
+            elif step == "launch":
+                gpu.launch(made["module"], "train_step", grid=(64,), args=[u64(1), u32(64), made["buffer"]])
+            elif step == "sync":
+                gpu.sync()
+            elif step == "read":
+                assert gpu.read(made["buffer"]) == b"y" * 64
+            elif step == "unload":
+                gpu.unload(made["module"])
+            elif step == "free":
+                gpu.free(made["buffer"])
+    rig.lease.held = True
+    assert gpu.used_bytes == 0
+    assert not gpu._live
+    assert gpu.tally.problems == []
+    assert rig.driver.used_bytes(rig.device.id, rig.device.ordinal) == before
+
+
+def test_the_watchdog_gives_a_kernel_up(rig: Rig) -> None:
+    from sublet.core.errors import DeviceFault, KernelTimeout
+
+    rig.lease.held = True
+    gpu = rig.open(watchdog_us=20_000)
+    slow = {
+        "host": "import time\ndef slow(grid, out):\n    time.sleep(0.2)\n",
+        "opencl": "__kernel void slow(__global uint* out) { for (uint i = 0; i < 400000000u; i++) out[i & 1] += i; }",
+    }[rig.name]
+    buffer = gpu.alloc(8)
+    gpu.launch(gpu.load(slow), "slow", args=[buffer])
+    with pytest.raises(KernelTimeout):
+        gpu.sync()
+    with pytest.raises(DeviceFault, match="the session is over"):
+        gpu.read(buffer)
+    assert "longer than" in gpu.close().problems[0]
+
+
+def test_held_memory_is_seen_from_outside_and_gone_with_its_process() -> None:
+    """The host driver's `used_bytes` is what NVML's per-process memory is for a GPU."""
+    import subprocess
+    import sys
+
+    driver = HostDriver()
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from sublet.drivers.host import HostDriver\nimport sys\n"
+            "c = HostDriver().open('outside-host0', 0, 'L')\nb = c.alloc(1 << 20)\nprint('up', flush=True)\nsys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    child.stdout.readline()
+    assert driver.used_bytes("outside-host0", 0) == 1 << 20
+    child.kill()
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    assert driver.used_bytes("outside-host0", 0) == 0
