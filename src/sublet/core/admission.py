@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from sublet.core.device import (
     Device,
     DeviceState,
+    Exclusivity,
     Resident,
     Shape,
     Slice,
@@ -28,6 +29,7 @@ from sublet.core.device import (
 from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, Refused, WaitlistFull
 from sublet.core.lease import HOLDING, Lease, LeaseState, Request
 from sublet.core.policy import Policy
+from sublet.core.preemption import protected_us
 from sublet.core.tenancy import Tenant, never_within_quota, over_quota, used_now
 from sublet.core.values import format_duration, format_size
 
@@ -120,10 +122,11 @@ def in_order(view: View, now: int) -> list[Lease]:
 def why_waiting(waiter: Lease, view: View) -> str:
     """The one thing that keeps this request from starting, in the user's words."""
     shape = waiter.request.shape()
-    need = shape.vram_bytes * shape.count
     tenant = view.tenants.get(waiter.tenant)
     if tenant is not None:
-        quota = over_quota(tenant, need)
+        quota = over_quota(
+            tenant, _least_bytes(waiter.request, [(d.host, d.capacity_bytes) for d in view.devices])
+        )
         if quota:
             return f"quota: {quota}"
     ready = [
@@ -138,7 +141,8 @@ def why_waiting(waiter: Lease, view: View) -> str:
             f"resources: needs {shape.count} × {format_size(shape.vram_bytes)}, "
             f"{len(roomy)} such devices are free"
         )
-    return f"resources: needs {format_size(shape.vram_bytes)}, the most free is {format_size(most)}"
+    free = f"the most free is {format_size(most)}" if most else "nothing is free"
+    return f"resources: needs {format_size(shape.vram_bytes)}, {free}"
 
 
 @dataclass(slots=True)
@@ -168,7 +172,9 @@ class _Room:
         return (d for d in self.devices.values() if d.id not in self.kept)
 
     def keep_for(self, shape: Shape) -> None:
-        """Set aside the devices nearest to having room."""
+        """Set aside the devices nearest to having room, for the first who does not fit and for nobody after."""
+        if self.kept:
+            return
         near = sorted(
             (
                 d
@@ -183,6 +189,15 @@ class _Room:
             self.kept.update(d.id for d in near[: shape.count])
 
 
+def _within_quota(request: Request, tenant: Tenant) -> int:
+    """The most VRAM per device the quota allows now: all that was asked, less for a request that accepts less, or 0."""
+    if not over_quota(tenant, request.vram_bytes * request.count):
+        return request.vram_bytes
+    if not request.least_bytes or over_quota(tenant, request.least_bytes * request.count):
+        return 0
+    return (tenant.max_vram_bytes - tenant.live_bytes) // request.count
+
+
 def place(view: View, now: int) -> list[Grant | Offer]:
     """Walk the waitlist in order and hand out what is free."""
     room = _Room({d.id: d for d in view.devices}, dict(view.tenants), set())
@@ -191,13 +206,16 @@ def place(view: View, now: int) -> list[Grant | Offer]:
         if waiter.offer_until > now:
             continue  # it already holds an offer
         request = waiter.request
-        shape = request.shape()
         tenant = room.tenants.get(waiter.tenant)
-        if tenant is None or over_quota(tenant, shape.vram_bytes * shape.count):
+        wanted = _within_quota(request, tenant) if tenant is not None else 0
+        if tenant is None or not wanted:
             continue  # blocked by its own quota: it must not hold anything back from others
+        shape = request.shape(wanted)
         slices = fit(shape, room.open_devices())
+        if slices is not None and over_quota(tenant, sum(s.vram_bytes for s in slices)):
+            continue  # a whole device is more than was asked for, and counts whole
         waited = format_duration(now - waiter.joined_at)
-        if slices is not None:
+        if slices is not None and wanted == request.vram_bytes:
             room.take(waiter, slices)
             placed.append(
                 Grant(
@@ -208,8 +226,8 @@ def place(view: View, now: int) -> list[Grant | Offer]:
                 )
             )
             continue
-        smaller = 0
-        if request.least_bytes or request.wants_offers:
+        smaller = wanted if slices is not None else 0
+        if not smaller and (request.least_bytes or request.wants_offers):
             smaller = largest_smaller(shape, room.open_devices(), request.least_bytes)
         smaller_slices = fit(request.shape(smaller), room.open_devices()) if smaller else None
         if smaller_slices is not None and request.least_bytes and not request.wants_offers:
@@ -252,7 +270,7 @@ def known_end(lease: Lease, view: View, waiter: Lease, now: int) -> int | None:
     if not lease.busy and now - lease.active_at >= policy.idle_after_us:
         return now + policy.grace_us
     if lease.request.tier.rank > waiter.request.tier.rank:
-        return max(now, lease.granted_at + policy.min_run_us) + policy.grace_us
+        return max(now, lease.granted_at + protected_us(lease, policy)) + policy.grace_us
     if lease.hold_cap_us:
         return max(now, lease.granted_at + lease.hold_cap_us) + policy.grace_us
     return None
@@ -298,10 +316,17 @@ def expect(waiter: Lease, view: View, now: int, *, horizon: int = 256) -> Wait:
     return Wait(position=position, eta_us=None, reason=reason)
 
 
+def _least_bytes(request: Request, capacities: Sequence[tuple[str, int]]) -> int:
+    """The least a grant of this request would count for. Whole devices count whole."""
+    each = request.least_bytes or request.vram_bytes
+    if request.exclusivity is not Exclusivity.DEVICE:
+        return each * request.count
+    fitting = sorted(c for h, c in capacities if c >= each and request.host in ("", h))
+    return sum(fitting[: request.count])
+
+
 def refusal(request: Request, tenant: Tenant, view: View, waiting: int) -> Refusal | None:
     """Reasons to say no at once, waiting or not."""
-    need = request.vram_bytes * request.count
-    least = (request.least_bytes or request.vram_bytes) * request.count
     capacities = [(d.host, d.capacity_bytes) for d in view.devices if d.state is not DeviceState.LOST]
     if not could_ever_fit(request.shape(request.least_bytes or request.vram_bytes), capacities):
         largest = max((c for _, c in capacities), default=0)
@@ -312,11 +337,12 @@ def refusal(request: Request, tenant: Tenant, view: View, waiting: int) -> Refus
             error=NeverFits,
             reason=f"{request.count} × {format_size(request.vram_bytes)} never fits: the pool has {have}",
         )
+    least = _least_bytes(request, capacities)
     if never_within_quota(tenant, least):
         return Refusal(
             error=QuotaReached,
             reason=f"tenant {tenant.name} may hold {format_size(tenant.max_vram_bytes)}, "
-            f"the request needs {format_size(need)}",
+            f"the request needs {format_size(least)}",
         )
     if request.wait_us == 0:
         return None

@@ -81,13 +81,15 @@ class Device:
 
     def accepts(self, exclusivity: Exclusivity, tenant: str) -> bool:
         """The matrix, answered from the sums."""
+        if not isinstance(exclusivity, Exclusivity):
+            return False
         if self.leases == 0:
             return True
         if self.device_leases or exclusivity is Exclusivity.DEVICE:
             return False
         if exclusivity is Exclusivity.SESSION or self.session_leases:
             return self.sole_tenant == tenant
-        return exclusivity is Exclusivity.SHARED
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,11 @@ class Resident:
     vram_bytes: int
 
 
+def _wants_all(resident: Resident) -> bool:
+    """Whoever is neither shared nor session wants to be alone; a kind this code does not know too."""
+    return resident.exclusivity is not Exclusivity.SHARED and resident.exclusivity is not Exclusivity.SESSION
+
+
 def occupy(device: Device, residents: Sequence[Resident]) -> Device:
     """The device with its sums recomputed from who is on it; overcommit is a bug and says so."""
     used = sum(r.vram_bytes for r in residents)
@@ -184,7 +191,7 @@ def occupy(device: Device, residents: Sequence[Resident]) -> Device:
         free_bytes=device.capacity_bytes - used,
         leases=len(residents),
         session_leases=sum(r.exclusivity is Exclusivity.SESSION for r in residents),
-        device_leases=sum(r.exclusivity is Exclusivity.DEVICE for r in residents),
+        device_leases=sum(_wants_all(r) for r in residents),
         sole_tenant="" if not tenants else tenants[0] if len(tenants) == 1 else MANY_TENANTS,
     )
 
@@ -201,6 +208,6 @@ def join(device: Device, resident: Resident) -> Device:
         free_bytes=device.free_bytes - resident.vram_bytes,
         leases=device.leases + 1,
         session_leases=device.session_leases + (resident.exclusivity is Exclusivity.SESSION),
-        device_leases=device.device_leases + (resident.exclusivity is Exclusivity.DEVICE),
+        device_leases=device.device_leases + _wants_all(resident),
         sole_tenant=resident.tenant if alone else MANY_TENANTS,
     )

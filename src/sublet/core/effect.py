@@ -49,6 +49,13 @@ class Effect:
     version: int = 0
 
 
+def check_key(text: str, *, what: str = "key") -> str:
+    """One line of printable text: it goes into the journal as it is."""
+    if not isinstance(text, str) or not 1 <= len(text) <= 512 or not text.isprintable():
+        raise BadInput(f"a {what} is 1 to 512 printable characters on one line")
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """One step, ready to become true."""
@@ -63,6 +70,9 @@ class Commit:
     outcome: str = ""
 
     def __post_init__(self) -> None:
+        check_key(self.key)
+        check_key(self.fingerprint, what="fingerprint")
+        check_key(self.digest, what="digest")
         if self.step < 1:
             raise BadInput(f"step {self.step} is not a step: the first one is 1")
         if len(self.cursor) > 65_536 or len(self.outcome) > 65_536:

@@ -16,6 +16,8 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from sublet.core.errors import InvariantBroken
+
 MAIN = "main"
 GENESIS = "0" * 64
 
@@ -47,6 +49,8 @@ def body_text(body: dict[str, object]) -> str:
 def entry_hash(
     previous: str, strand: str, seq: int, at: int, kind: str, tenant: str, subject: str, body: str
 ) -> str:
+    if "\n" in f"{strand}{kind}{tenant}{subject}":
+        raise InvariantBroken("a line break in a journal field would let one row stand for another")
     text = f"{previous}\n{strand}\n{seq}\n{at}\n{kind}\n{tenant}\n{subject}\n{body}"
     return hashlib.sha256(text.encode()).hexdigest()
 

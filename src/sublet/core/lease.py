@@ -143,6 +143,8 @@ class Request:
             raise BadInput("least must not exceed vram: write the smaller size there")
         if self.wait_us is not None and not 0 <= self.wait_us <= MAX_DURATION_US:
             raise BadInput("wait must be between 0 and a year")
+        if self.hold_cap_us is not None and not 0 <= self.hold_cap_us <= MAX_DURATION_US:
+            raise BadInput("hold_cap must be between 0 (none) and a year")
         if not isinstance(self.exclusivity, Exclusivity) or not isinstance(self.tier, Tier):
             raise BadInput("exclusivity and tier must be ones this version knows")
 

@@ -35,8 +35,11 @@ class Policy:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, (int, bool)) or value < 0:
-                raise BadInput(f"policy {field.name} must not be negative, not {value!r}")
+            if (field.name == "strict_hold") is not isinstance(value, bool):
+                kind = "true or false" if field.name == "strict_hold" else "a number"
+                raise BadInput(f"policy {field.name} must be {kind}, not {value!r}")
+            if not isinstance(value, int) or value < 0:
+                raise BadInput(f"policy {field.name} must be a whole number and not negative, not {value!r}")
         if self.half_life_us < HOUR_US:
             raise BadInput("policy half_life_us must be at least an hour")
 

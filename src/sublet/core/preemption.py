@@ -60,6 +60,11 @@ def protected_us(lease: Lease, policy: Policy) -> int:
     return policy.min_run_us * min(policy.max_min_run_factor, 1 << min(lease.preemptions, 16))
 
 
+def cap_notice_at(lease: Lease, policy: Policy) -> int:
+    """When a capped lease is told: a grace before its cap, so that the cap itself is the deadline (L4)."""
+    return lease.granted_at + lease.hold_cap_us - min(policy.grace_us, lease.hold_cap_us // 2)
+
+
 def claim_on(lease: Lease, waiter: Lease, policy: Policy, now: int) -> Victim | None:
     if lease.state is LeaseState.REVOKING or lease.state is LeaseState.ENDED:
         return Victim(lease, Claim.LEAVING, (0, 0, 0, lease.id), "already on its way out")
@@ -73,7 +78,7 @@ def claim_on(lease: Lease, waiter: Lease, policy: Policy, now: int) -> Victim | 
             (Claim.IDLE, -idle_us, 0, lease.id),
             f"idle for {format_duration(idle_us)} while {waiter.tenant} waits",
         )
-    if lease.hold_cap_us and now >= lease.granted_at + lease.hold_cap_us:
+    if lease.hold_cap_us and now >= cap_notice_at(lease, policy):
         return Victim(
             lease,
             Claim.HOLD_CAP,
@@ -107,41 +112,54 @@ def _room_on(
         (v for lease in leases if (v := claim_on(lease, waiter, policy, now)) is not None),
         key=lambda v: v.cost,
     )
-    staying = {lease.id: lease for lease in leases}
     taken: list[Victim] = []
     for victim in [None, *claims]:
         if victim is not None:
             taken.append(victim)
-            del staying[victim.lease.id]
-        residents = [
-            Resident(x.tenant, x.request.exclusivity, s.vram_bytes)
-            for x in staying.values()
-            for s in x.slices
-            if s.device_id == device.id
-        ]
-        if usable(occupy(device, residents), shape):
-            return _without_needless(taken, device, leases, waiter)
+        if _lets_in(waiter, device, leases, taken):
+            needed = _without_needless(taken, device, leases, waiter)
+            return _one_instead_of_many(needed, claims, device, leases, waiter)
     return None
+
+
+def _lets_in(waiter: Lease, device: Device, leases: Sequence[Lease], gone: Sequence[Victim]) -> bool:
+    """Would the waiter fit on the device without these?"""
+    ids = {v.lease.id for v in gone}
+    residents = [
+        Resident(x.tenant, x.request.exclusivity, s.vram_bytes)
+        for x in leases
+        if x.id not in ids
+        for s in x.slices
+        if s.device_id == device.id
+    ]
+    return usable(occupy(device, residents), waiter.request.shape())
 
 
 def _without_needless(
     taken: list[Victim], device: Device, leases: Sequence[Lease], waiter: Lease
 ) -> list[Victim]:
     """Drop victims, dearest first, that turned out not to be needed."""
-    shape = waiter.request.shape()
     needed = list(taken)
     for victim in reversed(taken):
         fewer = [v for v in needed if v is not victim]
-        gone = {v.lease.id for v in fewer}
-        residents = [
-            Resident(x.tenant, x.request.exclusivity, s.vram_bytes)
-            for x in leases
-            if x.id not in gone
-            for s in x.slices
-            if s.device_id == device.id
-        ]
-        if usable(occupy(device, residents), shape):
+        if _lets_in(waiter, device, leases, fewer):
             needed = fewer
+    return needed
+
+
+def _one_instead_of_many(
+    needed: list[Victim], claims: Sequence[Victim], device: Device, leases: Sequence[Lease], waiter: Lease
+) -> list[Victim]:
+    """Where several were found, one of the same kind that is enough by itself costs fewer people their lease."""
+    disturbed = [v for v in needed if v.claim is not Claim.LEAVING]
+    if len(disturbed) < 2:
+        return needed
+    leaving = [v for v in needed if v.claim is Claim.LEAVING]
+    worst = max(disturbed, key=lambda v: v.cost[:2] if v.claim is Claim.LOWER_TIER else (v.claim, 0))
+    for victim in claims:
+        same = victim.claim is worst.claim and victim.lease.request.tier is worst.lease.request.tier
+        if same and _lets_in(waiter, device, leases, [*leaving, victim]):
+            return [*leaving, victim]
     return needed
 
 
@@ -153,14 +171,15 @@ def choose(
     for lease in leases:
         for s in lease.slices:
             on_device.setdefault(s.device_id, []).append(lease)
-    options: list[tuple[tuple[int, int, int, str], list[Victim], str]] = []
+    options: list[tuple[tuple[int, int, int, int, str], list[Victim], str]] = []
     for device in devices:
         victims = _room_on(device, on_device.get(device.id, []), waiter, policy, now)
         if victims is None:
             continue
         worst = max((v.claim for v in victims), default=Claim.LEAVING)
         risk = sum(work_at_risk(v.lease, policy, now) for v in victims if v.claim is Claim.LOWER_TIER)
-        options.append(((worst, risk, len(victims), device.id), victims, device.id))
+        lower = [v.lease.request.tier.rank for v in victims if v.claim is Claim.LOWER_TIER]
+        options.append(((worst, -min(lower, default=0), risk, len(victims), device.id), victims, device.id))
     options.sort(key=lambda option: option[0])
     picked = options[: waiter.request.count]
     if len(picked) < waiter.request.count:

@@ -88,13 +88,11 @@ def next_move(tenure: Tenure, now: int) -> Move:
         return Move(Todo.SLEEP, min(stop, now + max(RETRY_FLOOR_US, (stop - first) // 10)), "idle")
     if tenure.attempt == 0:
         return Move(Todo.RENEW, now, "due")
+    middle = first + (stop - first) // 2
+    if not tenure.warned and now >= middle:
+        # Before any further try: one that hangs until the stop must not swallow the warning.
+        return Move(Todo.WARN_UNREACHABLE, now, "the ledger does not answer; the lease may be lost")
     due = retry_at(tenure.tried_at, tenure.sent_at, tenure.ttl_us, tenure.attempt, tenure.seed)
     if now >= due:
         return Move(Todo.RENEW, now, f"try {tenure.attempt + 1}")
-    if not tenure.warned and now >= first + (stop - first) // 2:
-        return Move(Todo.WARN_UNREACHABLE, now, "the ledger does not answer; the lease may be lost")
-    return Move(
-        Todo.SLEEP,
-        min(due, stop, max(now, first + (stop - first) // 2)) if not tenure.warned else min(due, stop),
-        "retrying",
-    )
+    return Move(Todo.SLEEP, min(due, stop) if tenure.warned else min(due, middle), "retrying")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from sublet.core.admission import Grant, Offer, View, in_order, place
 from sublet.core.lease import EndReason, Lease, LeaseState, overdue
-from sublet.core.preemption import Claim, choose
-from sublet.core.tenancy import over_quota
+from sublet.core.preemption import Claim, cap_notice_at, choose, protected_us
+from sublet.core.tenancy import Tenant, over_quota
 from sublet.core.values import format_duration
 
 
@@ -59,27 +59,22 @@ Instruction = End | Revoke | Drop | Withdraw | Grant | Offer
 
 
 def tick(view: View, now: int) -> list[Instruction]:
-    instructions: list[Instruction] = []
-    instructions += _ends(view, now)
-    gone = _drops(view, now)
-    instructions += gone
+    ends = _ends(view, now)
+    drops = _drops(view, now)
+    dropped = {d.lease_id for d in drops}
     lapsed = [
         Withdraw(lease_id=w.id, reason="the offer was not taken in time")
         for w in view.waiters
-        if w.offer_until and now >= w.offer_until and w.slices
+        if w.id not in dropped and w.slices and now >= w.offer_until
     ]
-    instructions += lapsed
-    dropped = {d.lease_id for d in gone}
-    staying = tuple(w for w in view.waiters if w.id not in dropped)
-    view = replace(view, waiters=staying)
+    view = replace(view, waiters=tuple(w for w in view.waiters if w.id not in dropped))
     placed = place(view, now)
-    instructions += placed
-    instructions += _make_room(view, {p.lease_id for p in placed}, placed, now)
-    return instructions
+    leaving = {*(e.lease_id for e in ends), *dropped, *(w.lease_id for w in lapsed)}
+    return [*ends, *drops, *lapsed, *placed, *_make_room(view, placed, leaving, now)]
 
 
-def _ends(view: View, now: int) -> list[Instruction]:
-    found: list[Instruction] = []
+def _ends(view: View, now: int) -> list[End]:
+    found: list[End] = []
     for lease in view.leases:
         reason = overdue(lease, now)
         if reason is None:
@@ -107,28 +102,35 @@ def _drops(view: View, now: int) -> list[Drop]:
     return found
 
 
-def _make_room(view: View, served: set[str], placed: list[Grant | Offer], now: int) -> list[Instruction]:
-    """Revoke for those who still wait, in order. A device chosen for one is not counted for the next."""
-    found: list[Instruction] = []
+def _make_room(view: View, placed: list[Grant | Offer], leaving: set[str], now: int) -> list[Revoke]:
+    """Revoke for those who still wait, in order. A device chosen for one is not counted for the next, and whoever leaves in
+    this tick, or was revoked for an earlier waiter, is room already."""
+    found: list[Revoke] = []
+    served = {p.lease_id for p in placed}
     taken = {s.device_id for p in placed for s in p.slices}
-    holding: list[Lease] = [x for x in view.leases if x.holds_slices]
-    already: set[str] = set()
+    tenants = dict(view.tenants)
+    waiting = {w.id: w for w in view.waiters}
+    for p in placed:
+        _charge(tenants, waiting[p.lease_id].tenant, sum(s.vram_bytes for s in p.slices))
+    holding = {x.id: _gone(x) if x.id in leaving else x for x in view.leases if x.holds_slices}
     for waiter in in_order(view, now):
-        if waiter.id in served or waiter.slices:
+        if waiter.id in served or (waiter.slices and waiter.id not in leaving):
             continue
-        tenant = view.tenants.get(waiter.tenant)
-        if tenant is None or over_quota(tenant, waiter.request.vram_bytes * waiter.request.count):
+        tenant = tenants.get(waiter.tenant)
+        need = waiter.request.vram_bytes * waiter.request.count
+        if tenant is None or over_quota(tenant, need):
             continue
         open_devices = [d for d in view.devices if d.id not in taken]
-        choice = choose(waiter, open_devices, holding, view.policy, now)
+        choice = choose(waiter, open_devices, list(holding.values()), view.policy, now)
         if choice is None:
             continue
         victims, device_ids = choice
         taken.update(device_ids)
+        _charge(tenants, waiter.tenant, need)
         for victim in victims:
-            if victim.claim is Claim.LEAVING or victim.lease.id in already:
+            if victim.claim is Claim.LEAVING:
                 continue
-            already.add(victim.lease.id)
+            holding[victim.lease.id] = _gone(victim.lease)
             found.append(
                 Revoke(
                     lease_id=victim.lease.id,
@@ -141,16 +143,35 @@ def _make_room(view: View, served: set[str], placed: list[Grant | Offer], now: i
     return found
 
 
+def _gone(lease: Lease) -> Lease:
+    return replace(lease, state=LeaseState.ENDED)
+
+
+def _charge(tenants: dict[str, Tenant], name: str, live_bytes: int) -> None:
+    """What a tenant will hold once this tick has done its work."""
+    tenant = tenants.get(name)
+    if tenant is not None:
+        tenants[name] = replace(
+            tenant, live_leases=tenant.live_leases + 1, live_bytes=tenant.live_bytes + live_bytes
+        )
+
+
 def next_look_at(view: View, now: int) -> int | None:
     """When time alone will change the answer; None when only an event can."""
+    policy = view.policy
     moments = [lease.ends_at for lease in view.leases if lease.state is not LeaseState.ENDED]
     for w in view.waiters:
         moments += [m for m in (w.wait_until, w.offer_until) if m]
+        moments.append(max(w.seen_at, w.joined_at) + policy.waiter_silence_us)
+        promotions = max(0, now - w.joined_at) // max(1, policy.promote_after_us) + 1
+        moments.append(w.joined_at + promotions * policy.promote_after_us)
     if view.waiters:
+        moments += [t.cooldown_until for t in view.tenants.values()]
         for lease in view.leases:
+            moments.append(lease.granted_at + protected_us(lease, policy))
             if not lease.busy:
-                moments.append(lease.active_at + view.policy.idle_after_us)
+                moments.append(lease.active_at + policy.idle_after_us)
             if lease.hold_cap_us:
-                moments.append(lease.granted_at + lease.hold_cap_us)
+                moments.append(cap_notice_at(lease, policy))
     ahead = [m for m in moments if m > now]
     return min(ahead) if ahead else None

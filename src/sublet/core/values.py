@@ -20,6 +20,7 @@ DAY_US = 24 * HOUR_US
 #: Longer than any real lease; beyond it a typo is likelier than a wish.
 MAX_DURATION_US = 366 * DAY_US
 MAX_BYTES = 1 << 50
+MOST_CHARACTERS = 64
 
 _DURATION_UNITS = {
     "us": 1,
@@ -45,23 +46,22 @@ _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/-]{0,126}")
 
 def parse_duration(text: str | int | float, *, what: str = "duration") -> int:
     """'30s', '5m', '1h30m', '1:30:00' or a number of seconds, in microseconds."""
-    if isinstance(text, bool):
-        raise BadInput(f"{what} must be a duration like 30s, 5m or 1:30:00, not {text!r}")
-    if isinstance(text, int):
-        return _bounded_duration(text * SECOND_US, what, text)
-    if isinstance(text, float):
-        if text != text or text in (float("inf"), float("-inf")):
-            raise BadInput(f"{what} must be a finite duration, not {text!r}")
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        raise BadInput(f"{what} must be a duration like 30s, 5m or 1:30:00, not {_shown(text)}")
+    if isinstance(text, int | float):
+        if not abs(text) <= MAX_DURATION_US:  # also refuses NaN, and numbers too large to multiply
+            raise BadInput(f"{what} {_shown(text)} is longer than a year: write a shorter one such as 24h")
         return _bounded_duration(round(text * SECOND_US), what, text)
-    if not isinstance(text, str):
-        raise BadInput(f"{what} must be a duration like 30s, 5m or 1:30:00, not {text!r}")
     body = text.strip()
-    if body.isascii() and body.isdigit():
+    if not body.isascii() or len(body) > MOST_CHARACTERS:
+        raise BadInput(f"{what} {_shown(text)} is not a duration: write 30s, 5m, 2h or 1:30:00")
+    if body.isdigit():
         return _bounded_duration(int(body) * SECOND_US, what, text)
     clock = _CLOCK.fullmatch(body)
     if clock:
         hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        return _bounded_duration(hours * HOUR_US + minutes * MINUTE_US + seconds * SECOND_US, what, text)
+        if seconds < 60 and (minutes < 60 or clock.group(1) is None):
+            return _bounded_duration(hours * HOUR_US + minutes * MINUTE_US + seconds * SECOND_US, what, text)
     total, end = 0, 0
     for part in _DURATION_PART.finditer(body):
         if part.start() != end:
@@ -70,36 +70,37 @@ def parse_duration(text: str | int | float, *, what: str = "duration") -> int:
         total += _scaled(whole, fraction, _DURATION_UNITS[unit])
         end = part.end()
     if not body or end != len(body):
-        raise BadInput(f"{what} {text!r} is not a duration: write 30s, 5m, 2h or 1:30:00")
+        raise BadInput(f"{what} {_shown(text)} is not a duration: write 30s, 5m, 2h or 1:30:00")
     return _bounded_duration(total, what, text)
 
 
 def _bounded_duration(us: int, what: str, text: object) -> int:
     if us < 0:
-        raise BadInput(f"{what} {text!r} is negative: write a positive duration such as 5m")
+        raise BadInput(f"{what} {_shown(text)} is negative: write a positive duration such as 5m")
     if us > MAX_DURATION_US:
-        raise BadInput(f"{what} {text!r} is longer than a year: write a shorter one such as 24h")
+        raise BadInput(f"{what} {_shown(text)} is longer than a year: write a shorter one such as 24h")
     return us
 
 
 def parse_size(text: str | int, *, what: str = "size") -> int:
     """'8GB' (decimal), '16GiB' (binary) or a number of bytes, in bytes."""
     if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise BadInput(f"{what} must be a size like 8GB or 16GiB, not {text!r}")
+        raise BadInput(f"{what} must be a size like 8GB or 16GiB, not {_shown(text)}")
     if isinstance(text, int):
         return _bounded_size(text, what, text)
-    match = _SIZE.fullmatch(text.strip()) if text.isascii() else None
+    readable = text.isascii() and len(text) <= MOST_CHARACTERS
+    match = _SIZE.fullmatch(text.strip()) if readable else None
     scale = _SIZE_BY_FOLDED.get(match.group(3).lower()) if match else None
     if match is None or scale is None:
-        raise BadInput(f"{what} {text!r} is not a size: write 8GB, 16GiB or 512MB")
+        raise BadInput(f"{what} {_shown(text)} is not a size: write 8GB, 16GiB or 512MB")
     return _bounded_size(_scaled(match.group(1), match.group(2), scale), what, text)
 
 
 def _bounded_size(size: int, what: str, text: object) -> int:
     if size <= 0:
-        raise BadInput(f"{what} {text!r} is not positive: write a size such as 8GB")
+        raise BadInput(f"{what} {_shown(text)} is not positive: write a size such as 8GB")
     if size > MAX_BYTES:
-        raise BadInput(f"{what} {text!r} is larger than any device: write a size such as 80GB")
+        raise BadInput(f"{what} {_shown(text)} is larger than any device: write a size such as 80GB")
     return size
 
 
@@ -125,7 +126,7 @@ def parse_size_range(text: str | int, *, what: str = "size") -> SizeRange:
         low, _, high = text.partition("..")
         span = SizeRange(parse_size(low, what=what), parse_size(high, what=what))
         if span.least > span.most:
-            raise BadInput(f"{what} {text!r} runs backwards: write the smaller size first")
+            raise BadInput(f"{what} {_shown(text)} runs backwards: write the smaller size first")
         return span
     size = parse_size(text, what=what)
     return SizeRange(size, size)
@@ -188,5 +189,8 @@ def check_job(text: str) -> str:
 
 
 def _shown(text: object) -> str:
+    """What was typed, short enough for a sentence. A number of thousands of digits cannot even be printed."""
+    if isinstance(text, int) and abs(text) > 10**40:
+        return "a number of that size"
     shown = repr(text)
     return shown if len(shown) <= 60 else shown[:57] + "...'"

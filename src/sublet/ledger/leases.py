@@ -145,10 +145,10 @@ def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder
     )
     decision: Grant | Offer | Wait | Refusal | None = None
     shape = request.shape()
-    if pool.waiting == 0 and not over_quota(tenant, shape.vram_bytes * shape.count):
+    if pool.waiting == 0:
         # Nobody waits and it fits: what `admit` would answer, without reading the whole pool.
         found = slicing.find_fit(tx, shape)
-        if found is not None:
+        if found is not None and not over_quota(tenant, sum(s.vram_bytes for s in found)):
             decision = Grant(
                 lease_id=lease_id, slices=found, vram_bytes=request.vram_bytes, reason="capacity is free"
             )

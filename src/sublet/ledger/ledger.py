@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from sublet.core.admission import Wait, in_order, why_waiting
 from sublet.core.device import Device
-from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
+from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved, check_key
 from sublet.core.errors import BadInput, SubletError
 from sublet.core.journal import Entry
 from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request
@@ -210,6 +210,8 @@ class SqlLedger:
 
     def reserve(self, key: LeaseKey, *, effect: str, job: str, fingerprint: str) -> Reserved | Duplicate:
         check_job(job)
+        check_key(effect)
+        check_key(fingerprint, what="fingerprint")
         return self._write(  # type: ignore[no-any-return]
             lambda tx: progress.reserve(tx, key, effect, job, fingerprint), durable=True
         )

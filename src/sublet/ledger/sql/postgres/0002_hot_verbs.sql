@@ -18,16 +18,31 @@ $$;
 -- core.tenancy.used_now
 CREATE FUNCTION sublet_used(t tenant, now_us bigint, half_life_us bigint) RETURNS bigint LANGUAGE plpgsql IMMUTABLE AS $$
 DECLARE
+    halving CONSTANT bigint[] := ARRAY[
+        4294967296, 4248701965, 4202935003, 4157661043, 4112874773, 4068570940, 4024744348, 3981389855,
+        3938502376, 3896076880, 3854108391, 3812591987, 3771522796, 3730896002, 3690706840, 3650950594,
+        3611622603, 3572718252, 3534232978, 3496162267, 3458501653, 3421246719, 3384393094, 3347936457,
+        3311872529, 3276197082, 3240905930, 3205994934, 3171459999, 3137297074, 3103502151, 3070071267,
+        3037000500, 3004285971, 2971923842, 2939910317, 2908241642, 2876914102, 2845924021, 2815267765,
+        2784941738, 2754942382, 2725266179, 2695909648, 2666869345, 2638141863, 2609723834, 2581611923,
+        2553802834, 2526293303, 2499080105, 2472160047, 2445529972, 2419186755, 2393127307, 2367348571,
+        2341847524, 2316621173, 2291666561, 2266980759, 2242560872, 2218404036, 2194507417, 2170868212,
+        2147483648
+    ];
     elapsed bigint := greatest(0, now_us - t.as_of);
     halvings bigint := elapsed / half_life_us;
+    part numeric := (elapsed % half_life_us)::numeric * 64;
+    i int := div(part, half_life_us)::int + 1;
+    within numeric := mod(part, half_life_us);
     used bigint;
 BEGIN
     IF t.used_us <= 0 OR elapsed = 0 THEN
         used := greatest(t.used_us, 0);
-    ELSIF halvings >= 64 THEN
+    ELSIF halvings >= 62 THEN
         used := 0;
     ELSE
-        used := div((t.used_us >> halvings::int)::numeric * (2 * half_life_us - elapsed % half_life_us), 2 * half_life_us)::bigint;
+        used := div((t.used_us >> halvings::int)::numeric * (halving[i] * (half_life_us - within) + halving[i + 1] * within),
+                    half_life_us::numeric * 4294967296)::bigint;
     END IF;
     RETURN used + div(t.rate_ppm::numeric * elapsed, 1000000)::bigint;
 END $$;
@@ -97,8 +112,7 @@ BEGIN
         RETURN;
     END IF;
     SELECT * INTO t FROM tenant WHERE name = p_tenant;
-    IF NOT FOUND OR (t.max_leases > 0 AND t.live_leases + 1 > t.max_leases)
-       OR (t.max_vram_bytes > 0 AND t.live_bytes + p_vram > t.max_vram_bytes) THEN
+    IF NOT FOUND THEN
         RETURN;
     END IF;
     SELECT * INTO d FROM device
@@ -114,6 +128,10 @@ BEGIN
         RETURN;
     END IF;
     size := CASE p_exclusivity WHEN 'device' THEN d.capacity_bytes ELSE p_vram END;
+    IF (t.max_leases > 0 AND t.live_leases + 1 > t.max_leases)
+       OR (t.max_vram_bytes > 0 AND t.live_bytes + size > t.max_vram_bytes) THEN
+        RETURN;
+    END IF;
     rate := CASE p_exclusivity WHEN 'shared' THEN greatest(1, div(size::numeric * 1000000, d.capacity_bytes)::bigint) ELSE 1000000 END;
     p.epoch := p.epoch + 1;
     p.journal_seq := p.journal_seq + 1;

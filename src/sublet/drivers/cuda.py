@@ -1,0 +1,606 @@
+"""The CUDA driver: NVIDIA GPUs through the driver API, their inventory through NVML.
+
+Rules of this file:
+- A device is its UUID. NVML and CUDA count devices in different orders, and CUDA_VISIBLE_DEVICES hides some, so an ordinal is
+  only ever shown.
+- A warden asks NVML and never initialises CUDA: a process that did could not fork. Only `open` does, in the process that computes.
+- Every verb leaves the calling thread's current context as it found it, so torch in the same process is not disturbed.
+- A kernel's arguments are checked against its signature before the device reads them: it would read whatever it finds there.
+- After a kernel has outlived the watchdog nothing here calls the device again: every such call would wait for that kernel.
+- `cuda.bindings` and `pynvml` are imported when needed, so that machines without them can import this file.
+
+It does not touch MIG instances, peer access, managed memory or streams other than the context's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from sublet.core.errors import (
+    BadInput,
+    CompileFailed,
+    DeviceFault,
+    KernelTimeout,
+    MissingExtra,
+    OutOfMemory,
+    SubletError,
+)
+from sublet.core.kernel import Scalar, Shape3
+from sublet.core.values import check_name, format_duration, format_size
+from sublet.ports.driver import Capabilities
+from sublet.ports.ledger import FoundDevice
+
+INSTALL = "pip install 'sublet[cuda]'"
+INSTALL_NVRTC = "pip install nvidia-cuda-nvrtc"
+
+# CUresult, as cuda.h numbers them.
+_INVALID_VALUE, _OUT_OF_MEMORY, _UNSUPPORTED_PTX = 1, 2, 222
+_NOT_FOUND, _NOT_READY, _TOO_MANY_RESOURCES = 500, 600, 701
+_NOT_CODE = frozenset({200, 209, 218, 220, 221, _UNSUPPORTED_PTX, 300})  # what a module may be refused for
+_LOST = frozenset({214, 700, 702, *range(709, 722)})  # the context is gone, and every later call says so too
+
+_LOG_BYTES = 16_384
+_MOST_TIMED = 512  # launches whose events are kept before finished ones are added up
+_MAX_PAUSE_S = 0.001
+
+
+# code: what a module is, and what its kernels take
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One argument a kernel takes: its PTX type without the dot, and its size in bytes."""
+
+    type: str
+    size: int
+
+    def takes(self, arg: Scalar | Memory) -> bool:
+        if isinstance(arg, Memory):
+            return self.size == 8 and self.type[0] in "ub"
+        if self.size != len(arg.encoded()) or "[" in self.type:
+            return False
+        return self.type[0] == "b" or (self.type[0] == "f") == (arg.kind[0] == "f")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One buffer."""
+
+    address: int
+    size: int
+
+
+@dataclass(slots=True)
+class Code:
+    """One module. `signatures` is known when its PTX is; the functions are looked up once each."""
+
+    handle: Any
+    signatures: Mapping[str, tuple[Param, ...]] | None
+    functions: dict[str, tuple[Any, tuple[Param, ...] | None]] = field(default_factory=dict)
+
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_PTX = re.compile(r"\s*\.version\s+\d+\.\d+\s+\.target\s")
+_ENTRY = re.compile(r"\.entry\s+([\w$%]+)\s*(?:\(([^)]*)\))?")
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([usbf])(\d+)\b[^\[,]*(?:\[(\d+)\])?")
+
+
+def source_kind(source: str | bytes) -> str:
+    """'ptx', 'cubin' or 'cuda-c', by content."""
+    if isinstance(source, bytes) and source.startswith(b"\x7fELF"):
+        return "cubin"
+    try:
+        text = source.decode() if isinstance(source, bytes) else source
+    except UnicodeDecodeError as e:
+        raise BadInput("the module is neither PTX, a cubin nor CUDA C: it is binary, and not ELF") from e
+    if not text.strip("\0 \t\r\n"):
+        raise BadInput("the module is empty: give PTX, a cubin or CUDA C")
+    return "ptx" if _PTX.match(_COMMENT.sub(" ", text)) else "cuda-c"
+
+
+def read_signatures(ptx: str) -> dict[str, tuple[Param, ...]]:
+    """What each `.entry` of a PTX text takes, in order."""
+    found: dict[str, tuple[Param, ...]] = {}
+    for name, params in _ENTRY.findall(_COMMENT.sub(" ", ptx)):
+        found[name] = tuple(
+            Param(f"{kind}{bits}[{count}]", int(bits) // 8 * int(count))
+            if count
+            else Param(f"{kind}{bits}", int(bits) // 8)
+            for kind, bits, count in _PARAM.findall(params)
+        )
+    return found
+
+
+def check_arguments(kernel: str, params: tuple[Param, ...], args: Sequence[Scalar | Memory]) -> None:
+    takes = f"it takes ({', '.join(p.type for p in params)})"
+    if len(params) != len(args):
+        raise BadInput(f"{kernel} takes {len(params)} arguments, not {len(args)}: {takes}")
+    for place, (param, arg) in enumerate(zip(params, args, strict=True)):
+        if not param.takes(arg):
+            given = arg.kind if isinstance(arg, Scalar) else "a buffer"
+            raise BadInput(f"argument {place} of {kernel} is {given}, the kernel wants {param.type}: {takes}")
+
+
+def pack(args: Sequence[Scalar | Memory]) -> tuple[bytes, tuple[int, ...]]:
+    """The arguments as the device lays them out, each as wide as its type and aligned to that, and where each begins."""
+    block, offsets = bytearray(), []
+    for arg in args:
+        value = arg.encoded() if isinstance(arg, Scalar) else arg.address.to_bytes(8, "little")
+        block += bytes(-len(block) % len(value))
+        offsets.append(len(block))
+        block += value
+    return bytes(block), tuple(offsets)
+
+
+# the two libraries, and NVRTC
+
+
+class _Api:
+    """The driver API. Its answers are (CUresult, value…); its refusals are ours from here on."""
+
+    def __init__(self) -> None:
+        try:
+            driver: Any = import_module("cuda.bindings.driver")
+        except ImportError as e:
+            raise MissingExtra("the package cuda-bindings is not installed", remedy=INSTALL) from e
+        self._driver = driver
+        self.jit = driver.CUjit_option
+        self.attribute = driver.CUdevice_attribute
+
+    def ask(self, verb: str, *args: Any) -> tuple[int, Any]:
+        """The result's number, and the value that came with it."""
+        try:
+            code, *values = getattr(self._driver, verb)(*args)
+        except (AttributeError, RuntimeError) as e:  # the library, or this function of it, is not there
+            raise DeviceFault(
+                f"{verb} cannot be called: {e}", remedy="install or update the NVIDIA driver"
+            ) from e
+        return int(code), values[0] if len(values) == 1 else tuple(values)
+
+    def do(self, verb: str, *args: Any) -> Any:
+        code, value = self.ask(verb, *args)
+        if code:
+            raise self.fault(verb, code)
+        return value
+
+    def fault(self, verb: str, code: int) -> DeviceFault:
+        words = f"{verb} failed: {self.words(code)}"
+        if code == _OUT_OF_MEMORY:
+            return OutOfMemory(words)
+        if code in _LOST:
+            return DeviceFault(words, remedy="end this process: its context on the device is lost")
+        return DeviceFault(words)
+
+    def words(self, code: int) -> str:
+        """The device's own: 'CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered'."""
+        parts = []
+        for verb in ("cuGetErrorName", "cuGetErrorString"):
+            try:
+                known, text = self.ask(verb, self._driver.CUresult(code))
+            except (DeviceFault, ValueError):
+                continue
+            if known == 0 and text:
+                parts.append(text.decode(errors="replace"))
+        return ": ".join(parts) or f"CUDA error {code}"
+
+
+def compile_cuda_c(source: str | bytes, arch: str) -> tuple[bytes, bytes]:
+    """CUDA C to PTX and cubin for an architecture such as 'sm_90', through NVRTC. Needs no GPU."""
+    try:
+        nvrtc: Any = import_module("cuda.bindings.nvrtc")
+        code, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as e:
+        raise MissingExtra(
+            "this source is CUDA C, and NVRTC (the package nvidia-cuda-nvrtc) that would compile it is not installed",
+            remedy=f"{INSTALL_NVRTC}, or load PTX or a cubin",
+        ) from e
+    text = source.encode() if isinstance(source, str) else source
+    code, program = nvrtc.nvrtcCreateProgram(text, b"kernel.cu", 0, [], [])
+    if int(code):
+        raise CompileFailed(f"NVRTC did not take the source: {_nvrtc_words(nvrtc, code)}")
+    try:
+        options = [f"--gpu-architecture={arch}".encode()]
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(code):
+            log = _nvrtc_text(nvrtc, "ProgramLog", program).strip(b"\0 \n").decode(errors="replace")
+            raise CompileFailed(
+                f"NVRTC {major}.{minor} did not compile the source for {arch}: {_nvrtc_words(nvrtc, code)}\n{log}"
+            )
+        return _nvrtc_text(nvrtc, "PTX", program), _nvrtc_text(nvrtc, "CUBIN", program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc_words(nvrtc: Any, code: Any) -> str:
+    return str(nvrtc.nvrtcGetErrorString(code)[1].decode(errors="replace"))
+
+
+def _nvrtc_text(nvrtc: Any, what: str, program: Any) -> bytes:
+    code, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    text = bytes(size)  # NVRTC writes into it; nobody else has seen it yet
+    if not int(code):
+        (code,) = getattr(nvrtc, f"nvrtcGet{what}")(program, text)
+    if int(code):
+        raise CompileFailed(f"NVRTC gave no {what}: {_nvrtc_words(nvrtc, code)}")
+    return text
+
+
+# one device, opened
+
+
+class CudaContext:
+    """Implements `ports.driver.Context`."""
+
+    def __init__(self, api: _Api, device: Any) -> None:
+        self._api = api
+        self._device = device
+        self._timed: list[tuple[Any, Any]] = []  # events before and after each launch not yet added up
+        self._idle: list[tuple[Any, Any]] = []
+        self._spent_ms = 0.0
+        self._wedged = ""
+        self._context = api.do("cuCtxCreate", None, 0, device)
+        api.do("cuCtxPopCurrent")
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        if self._wedged:
+            raise DeviceFault(
+                f"{self._wedged}: only the end of this process returns what it holds",
+                remedy="end this process",
+            )
+        self._api.do("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._api.ask("cuCtxPopCurrent")
+
+    # memory
+
+    def alloc(self, size: int) -> Memory:
+        with self._current():
+            code, pointer = self._api.ask("cuMemAlloc", size)
+            if code == _OUT_OF_MEMORY:
+                raise OutOfMemory(f"the device has not {format_size(size)} left: {self._api.words(code)}")
+            if code:
+                raise self._api.fault("cuMemAlloc", code)
+            try:
+                self._api.do("cuMemsetD8", pointer, 0, size)
+            except DeviceFault:
+                self._api.ask("cuMemFree", pointer)
+                raise
+            return Memory(int(pointer), size)
+
+    def free(self, buffer: Memory) -> None:
+        with self._current():
+            self._api.do("cuMemFree", buffer.address)
+
+    def write(self, buffer: Memory, offset: int, data: memoryview) -> None:
+        with self._current():
+            self._api.do("cuMemcpyHtoD", buffer.address + offset, data, data.nbytes)
+
+    def read(self, buffer: Memory, offset: int, size: int) -> bytes:
+        data = bytearray(size)
+        with self._current():
+            self._api.do("cuMemcpyDtoH", data, buffer.address + offset, size)
+        return bytes(data)
+
+    # code
+
+    def load(self, source: str | bytes) -> Code:
+        kind = source_kind(source)
+        image = source.encode() if isinstance(source, str) else source
+        with self._current():
+            if kind == "cubin":
+                return Code(self._module(image), None)
+            if kind == "ptx":
+                return Code(self._module(image + b"\0"), read_signatures(image.decode()))
+            ptx, cubin = compile_cuda_c(image, self._arch())
+            signatures = read_signatures(ptx.decode(errors="replace"))
+            # A compiler newer than the driver writes PTX the driver cannot read; finished machine code it can.
+            return Code(self._module(ptx, otherwise=cubin), signatures)
+
+    def _arch(self) -> str:
+        which = self._api.attribute
+        major, minor = (
+            self._api.do("cuDeviceGetAttribute", name, self._device)
+            for name in (
+                which.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                which.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        return f"sm_{major}{minor}"
+
+    def _module(self, image: bytes, otherwise: bytes = b"") -> Any:
+        jit = self._api.jit
+        log = bytes(_LOG_BYTES)  # the driver's assembler writes into it; nobody else has seen it yet
+        options = [jit.CU_JIT_ERROR_LOG_BUFFER, jit.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
+        code, module = self._api.ask("cuModuleLoadDataEx", image, len(options), options, [log, _LOG_BYTES])
+        if code == _UNSUPPORTED_PTX and otherwise:
+            return self._module(otherwise)
+        if code in _NOT_CODE:
+            said = log.split(b"\0", 1)[0].decode(errors="replace").strip()
+            raise CompileFailed(
+                f"the device does not take this module: {self._api.words(code)}{f'{chr(10)}{said}' if said else ''}"
+            )
+        if code:
+            raise self._api.fault("cuModuleLoadDataEx", code)
+        return module
+
+    def unload(self, module: Code) -> None:
+        module.functions.clear()
+        with self._current():
+            self._api.do("cuModuleUnload", module.handle)
+
+    def _function(self, module: Code, kernel: str) -> tuple[Any, tuple[Param, ...] | None]:
+        if kernel not in module.functions:
+            code, function = self._api.ask("cuModuleGetFunction", module.handle, kernel.encode())
+            if code == _NOT_FOUND:
+                raise self._no_kernel(module, kernel)
+            if code:
+                raise self._api.fault("cuModuleGetFunction", code)
+            known = module.signatures.get(kernel) if module.signatures is not None else None
+            module.functions[kernel] = (function, known if known is not None else self._params(function))
+        return module.functions[kernel]
+
+    def _no_kernel(self, module: Code, kernel: str) -> BadInput:
+        names = sorted(module.signatures if module.signatures is not None else self._kernels(module))
+        remedy = ""
+        if any(name.startswith(f"_Z{len(kernel)}{kernel}") for name in names):
+            remedy = f'declare it extern "C" __global__ void {kernel[:60]}(…), so that it keeps its name'
+        return BadInput(
+            f"the module has no kernel {kernel[:60]!r}; it has {', '.join(names) or 'none'}", remedy=remedy
+        )
+
+    def _kernels(self, module: Code) -> list[str]:
+        """The names in a module whose PTX is not known, where the driver can tell (12.4 and later)."""
+        try:
+            count = self._api.do("cuModuleGetFunctionCount", module.handle)
+            found = self._api.do("cuModuleEnumerateFunctions", count, module.handle) if count else []
+            return [self._api.do("cuFuncGetName", f).decode(errors="replace") for f in found]
+        except DeviceFault:
+            return []
+
+    def _params(self, function: Any) -> tuple[Param, ...] | None:
+        """What a kernel takes by the driver's word: sizes only. None where the driver cannot tell."""
+        params: list[Param] = []
+        try:
+            while True:
+                code, about = self._api.ask("cuFuncGetParamInfo", function, len(params))
+                if code == _INVALID_VALUE:
+                    return tuple(params)
+                if code:
+                    return None
+                _, size = about
+                params.append(Param(f"b{size * 8}" if size in (1, 2, 4, 8) else f"b8[{size}]", size))
+        except DeviceFault:
+            return None
+
+    def launch(
+        self, module: Code, kernel: str, grid: Shape3, block: Shape3, args: Sequence[Scalar | Memory]
+    ) -> None:
+        with self._current():
+            function, params = self._function(module, kernel)
+            if params is not None:
+                check_arguments(kernel, params, args)
+            packed, offsets = pack(args)
+            values = ctypes.create_string_buffer(packed, len(packed) or 1)
+            base = ctypes.addressof(values)
+            pointers = (ctypes.c_void_p * (len(offsets) or 1))(*(base + offset for offset in offsets))
+            before, after = self._events()
+            self._api.do("cuEventRecord", before, 0)
+            code, _ = self._api.ask(
+                "cuLaunchKernel", function, *grid, *block, 0, 0, ctypes.addressof(pointers), 0
+            )
+            if code:
+                self._idle.append((before, after))
+                if code in (_INVALID_VALUE, _TOO_MANY_RESOURCES):
+                    raise BadInput(
+                        f"the device cannot launch {kernel} as grid {grid} of block {block}: {self._api.words(code)}"
+                    )
+                raise self._api.fault("cuLaunchKernel", code)
+            self._timed.append((before, after))
+            self._api.do("cuEventRecord", after, 0)
+
+    # time
+
+    def _events(self) -> tuple[Any, Any]:
+        if len(self._timed) >= _MOST_TIMED:
+            self._add_up()
+        if self._idle:
+            return self._idle.pop()
+        return self._api.do("cuEventCreate", 0), self._api.do("cuEventCreate", 0)
+
+    def _add_up(self) -> None:
+        """Take the device time of launches that are over, oldest first; their events serve again."""
+        done = 0
+        for before, after in self._timed:
+            if self._api.ask("cuEventQuery", after)[0]:
+                break
+            code, took_ms = self._api.ask("cuEventElapsedTime", before, after)
+            self._spent_ms += 0.0 if code else took_ms
+            done += 1
+        self._idle += self._timed[:done]
+        del self._timed[:done]
+
+    def sync(self, timeout_us: int | None) -> int:
+        """By asking again and again: a blocking wait could not be given up."""
+        begun, pause_s = time.monotonic_ns(), 0.0
+        with self._current():
+            while (code := self._api.ask("cuStreamQuery", 0)[0]) == _NOT_READY:
+                if timeout_us is not None and time.monotonic_ns() - begun > timeout_us * 1000:
+                    self._wedged = f"a kernel ran longer than {format_duration(timeout_us)}"
+                    raise KernelTimeout(self._wedged)
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5 + 2e-6, _MAX_PAUSE_S)
+            if code:
+                raise self._api.fault("the kernel", code)
+            self._add_up()
+        spent, self._spent_ms = round(self._spent_ms * 1000), 0.0
+        return spent
+
+    def close(self) -> None:
+        with self._current():
+            for event in (e for pair in (*self._timed, *self._idle) for e in pair):
+                self._api.ask("cuEventDestroy", event)
+        self._api.do("cuCtxDestroy", self._context)
+
+
+# the devices of this host
+
+
+class CudaDriver:
+    """Implements `ports.driver.Driver`."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._nvml_pid = 0
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(sources=("ptx", "cubin", "cuda-c"), measures_memory=True)
+
+    def _nvml(self) -> Any:
+        """NVML, initialised once per process: where no persistence daemon runs, doing it anew takes a second each time."""
+        try:
+            pynvml: Any = import_module("pynvml")
+        except ImportError as e:
+            raise MissingExtra("the package nvidia-ml-py is not installed", remedy=INSTALL) from e
+        if self._nvml_pid != os.getpid():
+            try:
+                pynvml.nvmlInit()
+            except pynvml.NVMLError as e:
+                raise DeviceFault(f"NVML does not start: {e}", remedy="install the NVIDIA driver") from e
+            self._nvml_pid = os.getpid()
+        return pynvml
+
+    def probe(self, spec: str, host: str) -> list[FoundDevice]:
+        """`auto`, `all`, or numbers (as nvidia-smi counts) and UUIDs joined by '+': `cuda:0+1`."""
+        automatic = spec in ("", "auto")
+        try:
+            nvml = self._nvml()
+            _find_libraries()
+            count = _count(nvml)
+        except SubletError as e:
+            if automatic:
+                return []
+            raise BadInput(
+                f"SUBLET_DEVICES cuda:{spec[:40]} cannot be used: {e} ({e.remedy})", remedy=e.remedy
+            ) from e
+        found: list[FoundDevice] = []
+        for ordinal in range(count) if automatic or spec == "all" else _named(nvml, spec, count):
+            try:
+                found.append(self._device(nvml, ordinal))
+            except (nvml.NVMLError, SubletError) as e:
+                if not automatic:
+                    raise BadInput(f"SUBLET_DEVICES cuda:{spec[:40]}: device {ordinal}: {e}") from e
+        return found
+
+    def _device(self, nvml: Any, ordinal: int) -> FoundDevice:
+        handle = nvml.nvmlDeviceGetHandleByIndex(ordinal)
+        with contextlib.suppress(nvml.NVMLError):  # most devices have no MIG
+            if nvml.nvmlDeviceGetMigMode(handle)[0]:
+                raise BadInput("it is divided by MIG, which is not supported")
+        return FoundDevice(
+            id=check_name(nvml.nvmlDeviceGetUUID(handle), what="device"),
+            driver=self.name,
+            ordinal=ordinal,
+            name=nvml.nvmlDeviceGetName(handle),
+            capacity_bytes=_capacity(nvml, handle),
+        )
+
+    def open(self, device_id: str, ordinal: int, lease_id: str) -> CudaContext:
+        api = _Api()
+        api.do("cuInit", 0)
+        for index in range(api.do("cuDeviceGetCount")):
+            device = api.do("cuDeviceGet", index)
+            if f"GPU-{uuid.UUID(bytes=bytes(api.do('cuDeviceGetUuid', device).bytes))}" == device_id:
+                return CudaContext(api, device)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise DeviceFault(
+            f"CUDA does not show the device {device_id} to this process"
+            + (f": CUDA_VISIBLE_DEVICES is {visible[:80]!r}" if visible is not None else "")
+        )
+
+    def used_bytes(self, device_id: str, ordinal: int) -> int | None:
+        """What compute processes hold, by NVML's account. None when it keeps none."""
+        try:
+            nvml = self._nvml()
+        except SubletError:
+            return None
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(device_id)
+            held = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        except nvml.NVMLError as e:
+            if e.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_NO_PERMISSION):
+                return None
+            raise DeviceFault(f"NVML cannot say what {device_id} holds: {e}") from e
+        return None if None in held else sum(held)
+
+
+def _find_libraries() -> None:
+    """Could a session be opened? A container may have been given NVML and not CUDA."""
+    try:
+        present = find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        present = False
+    if not present:
+        raise MissingExtra("the package cuda-bindings is not installed", remedy=INSTALL)
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        raise DeviceFault(
+            "the driver library libcuda.so.1 is missing", remedy="install the NVIDIA driver"
+        ) from e
+
+
+def _count(nvml: Any) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetCount())
+    except nvml.NVMLError as e:
+        raise DeviceFault(f"NVML cannot list the devices: {e}") from e
+
+
+def _named(nvml: Any, spec: str, count: int) -> list[int]:
+    """Ordinals of the devices a list names, in its order."""
+    chosen: list[int] = []
+    for part in re.split(r"[+,]", spec):
+        if part.isascii() and part.isdigit():
+            ordinal = int(part)
+            if ordinal >= count:
+                raise BadInput(
+                    f"SUBLET_DEVICES names cuda:{part[:20]}; this host has {count} devices, counted from 0"
+                )
+        elif part.startswith("GPU-"):
+            try:
+                ordinal = nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByUUID(part))
+            except nvml.NVMLError as e:
+                raise BadInput(
+                    f"SUBLET_DEVICES names cuda:{part[:48]}; this host has no such device: {e}"
+                ) from e
+        else:
+            raise BadInput(
+                f"SUBLET_DEVICES cuda:{spec[:40]} is not understood: write cuda:all, cuda:0+1 or cuda:GPU-…"
+            )
+        if ordinal in chosen:
+            raise BadInput(f"SUBLET_DEVICES cuda:{spec[:40]} names device {ordinal} twice")
+        chosen.append(ordinal)
+    return chosen
+
+
+def _capacity(nvml: Any, handle: Any) -> int:
+    """What processes can have: without what the driver keeps for itself, where it says how much that is."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        return int(memory.total - memory.reserved)
+    except nvml.NVMLError:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
