@@ -132,6 +132,8 @@ def _lets_in(waiter: Lease, device: Device, leases: Sequence[Lease], gone: Seque
         for s in x.slices
         if s.device_id == device.id
     ]
+    if sum(r.vram_bytes for r in residents) > device.capacity_bytes:
+        return False  # an earlier waiter sits on room that is only being made
     return usable(occupy(device, residents), waiter.request.shape())
 
 

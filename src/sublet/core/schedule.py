@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sublet.core.admission import Grant, Offer, View, in_order, place
+from sublet.core.device import Slice, slice_bytes
 from sublet.core.lease import EndReason, Lease, LeaseState, overdue
 from sublet.core.preemption import Claim, cap_notice_at, choose, protected_us
 from sublet.core.tenancy import Tenant, over_quota
@@ -103,30 +104,30 @@ def _drops(view: View, now: int) -> list[Drop]:
 
 
 def _make_room(view: View, placed: list[Grant | Offer], leaving: set[str], now: int) -> list[Revoke]:
-    """Revoke for those who still wait, in order. A device chosen for one is not counted for the next, and whoever leaves in
-    this tick, or was revoked for an earlier waiter, is room already."""
+    """Revoke for those who still wait, in order. Whoever leaves in this tick, or was revoked for an earlier waiter, is room
+    already; who was placed, or has room made for it, sits on that room for all who come after."""
     found: list[Revoke] = []
-    served = {p.lease_id for p in placed}
-    taken = {s.device_id for p in placed for s in p.slices}
     tenants = dict(view.tenants)
+    devices = {d.id: d for d in view.devices}
     waiting = {w.id: w for w in view.waiters}
-    for p in placed:
-        _charge(tenants, waiting[p.lease_id].tenant, sum(s.vram_bytes for s in p.slices))
+    served = {p.lease_id for p in placed}
     holding = {x.id: _gone(x) if x.id in leaving else x for x in view.leases if x.holds_slices}
+    for p in placed:
+        holding[p.lease_id] = replace(waiting[p.lease_id], slices=p.slices)
+        _charge(tenants, waiting[p.lease_id].tenant, sum(s.vram_bytes for s in p.slices))
     for waiter in in_order(view, now):
         if waiter.id in served or (waiter.slices and waiter.id not in leaving):
             continue
+        shape = waiter.request.shape()
         tenant = tenants.get(waiter.tenant)
-        need = waiter.request.vram_bytes * waiter.request.count
-        if tenant is None or over_quota(tenant, need):
+        if tenant is None or over_quota(tenant, shape.vram_bytes * shape.count):
             continue
-        open_devices = [d for d in view.devices if d.id not in taken]
-        choice = choose(waiter, open_devices, list(holding.values()), view.policy, now)
+        choice = choose(waiter, view.devices, list(holding.values()), view.policy, now)
         if choice is None:
             continue
         victims, device_ids = choice
-        taken.update(device_ids)
-        _charge(tenants, waiter.tenant, need)
+        slices = tuple(Slice(d, slice_bytes(devices[d], shape)) for d in device_ids)
+        _charge(tenants, waiter.tenant, sum(s.vram_bytes for s in slices))
         for victim in victims:
             if victim.claim is Claim.LEAVING:
                 continue
@@ -140,6 +141,7 @@ def _make_room(view: View, placed: list[Grant | Offer], leaving: set[str], now: 
                     reason=victim.reason,
                 )
             )
+        holding[waiter.id] = replace(waiter, slices=slices)
     return found
 
 

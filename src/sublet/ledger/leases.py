@@ -116,9 +116,9 @@ def load_view(tx: Tx, *, with_leases: bool) -> View:
 
 
 def _cap(request: Request, policy: Policy) -> int:
-    if request.hold_cap_us is not None:
-        return request.hold_cap_us
-    return policy.hold_cap_us if request.tier is Tier.INTERACTIVE else 0
+    """A request may ask for a shorter cap than the policy's, never for a longer one (T3)."""
+    policy_cap = policy.hold_cap_us if request.tier is Tier.INTERACTIVE else 0
+    return min((cap for cap in (request.hold_cap_us or 0, policy_cap) if cap), default=0)
 
 
 def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer | SubletError:

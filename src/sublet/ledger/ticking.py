@@ -25,6 +25,8 @@ def tick(tx: Tx, host: str) -> TickResult:
     failpoint("reaper_after_read")
     decided = schedule.tick(view, tx.now)
     applied = tuple(step for step in decided if _apply(tx, step))
+    if applied:
+        view = leases.load_view(tx, with_leases=True)
     return TickResult(at=tx.now, instructions=applied, next_look_at=schedule.next_look_at(view, tx.now))
 
 

@@ -143,7 +143,7 @@ BEGIN
     VALUES ('main', p.journal_seq, now_us, 'lease.granted', p_tenant, p_id, body, p.journal_hash);
     INSERT INTO lease VALUES (
         p_id, p_tenant, p_job, p_tier, p_exclusivity, p_vram, p_least, p_offers, 1, p_ttl, p_wait, p_only_host,
-        coalesce(p_cap, CASE p_tier WHEN 'interactive' THEN (p.policy::json ->> 'hold_cap_us')::bigint ELSE 0 END),
+        coalesce(least(nullif(p_cap, 0), nullif(CASE p_tier WHEN 'interactive' THEN (p.policy::json ->> 'hold_cap_us')::bigint END, 0)), 0),
         p_host, p_pid, p_started, p_secret_hash, 'active', p.epoch, size, l.slices, now_us, now_us, now_us + p_ttl,
         0, 0, 0, '', 'capacity is free', 1, now_us, 0,
         CASE p_job WHEN '' THEN 0 ELSE (SELECT count(*) FROM lease x WHERE x.tenant = p_tenant AND x.job = p_job
