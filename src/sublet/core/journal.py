@@ -42,8 +42,11 @@ class Entry:
     hash: str
 
 
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode
+
+
 def body_text(body: dict[str, object]) -> str:
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return _encode(body)
 
 
 def entry_hash(

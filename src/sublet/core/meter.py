@@ -1,7 +1,7 @@
 """What a lease used, in integers that add up.
 
 Rules of this file:
-- One interval per lease: from grant to end, closed in the transaction that ends it. Nothing is sampled, so
+- One interval per lease: from grant to end, closed in its own row by the transaction that ends it. Nothing is sampled, so
   nothing can overlap, leave a gap or go negative (T4).
 - Time after the lease ended (a slow reaper, a long teardown) is not billed.
 """
@@ -35,7 +35,16 @@ def billed_until(lease: Lease, now: int) -> int:
 
 
 def close(lease: Lease, reason: EndReason, now: int) -> Usage:
-    end = billed_until(lease, now)
+    """What a lease that ends now has used."""
+    return _measured(lease, billed_until(lease, now), reason.value)
+
+
+def of_ended(lease: Lease) -> Usage:
+    """What an ended lease used. Its own row says it all: there is no second record that could disagree."""
+    return _measured(lease, lease.ended_at, lease.reason.value if lease.reason else "")
+
+
+def _measured(lease: Lease, end: int, reason: str) -> Usage:
     elapsed = end - lease.granted_at
     held = sum(s.vram_bytes for s in lease.slices)
     return Usage(
@@ -47,5 +56,5 @@ def close(lease: Lease, reason: EndReason, now: int) -> Usage:
         to_at=end,
         gpu_us=elapsed * len(lease.slices),
         vram_byte_s=elapsed * held // 1_000_000,
-        reason=reason.value,
+        reason=reason,
     )

@@ -24,8 +24,10 @@ def _file(folder: str, topic: str) -> str:
 
 def ring(folder: str, topics: set[str]) -> None:
     for topic in topics:
-        with contextlib.suppress(OSError):
-            os.utime(_file(folder, topic))
+        path = _file(folder, topic)
+        if os.access(path, os.F_OK):  # mostly nobody listens, and an exception costs more than a question
+            with contextlib.suppress(OSError):
+                os.utime(path)
 
 
 class FileBell:

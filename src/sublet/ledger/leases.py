@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from sublet.core import admission, meter
 from sublet.core.admission import Grant, Offer, Refusal, View, Wait
-from sublet.core.device import Slice
+from sublet.core.device import Device, Slice, fit
 from sublet.core.errors import (
     BadInput,
     LeaseLost,
@@ -47,8 +47,8 @@ from sublet.core.tenancy import over_quota
 from sublet.core.values import HOUR_US, format_duration
 from sublet.ledger import slices as slicing
 from sublet.ledger.rows import (
-    LEASE_COLUMNS,
-    LEASE_PLACES,
+    INSERT_LEASE,
+    LEASE_BY_ID,
     SELECT_DEVICE,
     SELECT_LEASE,
     SELECT_TENANT,
@@ -123,7 +123,7 @@ def _cap(request: Request, policy: Policy) -> int:
 
 def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer | SubletError:
     pool, now = tx.pool, tx.now
-    known = tx.row(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+    known = tx.row(LEASE_BY_ID, lease_id)
     if known is not None:
         # The first call's answer was lost on the way: this is how its caller finds out what it was (S5).
         return Answer(lease=lease_of(known), at=now) if _proves(known, secret) else _unknown(lease_id)
@@ -144,10 +144,12 @@ def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder
         preemptions=_recent_preemptions(tx, request, now),
     )
     decision: Grant | Offer | Wait | Refusal | None = None
-    shape = request.shape()
+    devices: list[Device] = []
     if pool.waiting == 0:
         # Nobody waits and it fits: what `admit` would answer, without reading the whole pool.
-        found = slicing.find_fit(tx, shape)
+        shape = request.shape()
+        devices = slicing.candidates(tx, shape)
+        found = fit(shape, devices)
         if found is not None and not over_quota(tenant, sum(s.vram_bytes for s in found)):
             decision = Grant(
                 lease_id=lease_id, slices=found, vram_bytes=request.vram_bytes, reason="capacity is free"
@@ -167,7 +169,7 @@ def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder
         return decision.error(decision.reason)
     if isinstance(decision, Grant):
         granted = _granted(tx, newcomer, decision, claimed=True)
-        slicing.occupy(tx, granted, decision.slices, billed=True)
+        slicing.occupy(tx, granted, decision.slices, billed=True, tenant=tenant, devices=devices)
         anchor = _journal_grant(tx, granted, decision.reason)
         _insert(tx, granted, secret, anchor)
         tx.rings.add(host_topic(holder.host))
@@ -250,7 +252,7 @@ def _journal_grant(tx: Tx, lease: Lease, reason: str) -> str:
 
 def _insert(tx: Tx, lease: Lease, secret: str, anchor: str) -> None:
     values = lease_values(lease, secret_hash(secret), StrandEnd(0, anchor), anchor)
-    tx.run(f"INSERT INTO lease ({LEASE_COLUMNS}) VALUES ({LEASE_PLACES})", *values)
+    tx.run(INSERT_LEASE, *values)
 
 
 # --- waiting -------------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def _insert(tx: Tx, lease: Lease, secret: str, anchor: str) -> None:
 def attend(tx: Tx, lease_id: str, secret: str, explain: bool) -> Answer | SubletError:
     # Waiting alone locks the pool too, on purpose: a waiter is a few bytes and one update.
     pool = tx.pool
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+    row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None or not _proves(row, secret):
         return _unknown(lease_id)
     lease = lease_of(row)
@@ -275,7 +277,7 @@ def attend(tx: Tx, lease_id: str, secret: str, explain: bool) -> Answer | Sublet
 
 def accept(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:
     _ = tx.pool
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+    row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None or not _proves(row, secret):
         return _unknown(lease_id)
     lease = lease_of(row)
@@ -291,7 +293,7 @@ def accept(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:
 
 def decline(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:
     _ = tx.pool
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+    row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None or not _proves(row, secret):
         return _unknown(lease_id)
     lease = lease_of(row)
@@ -358,7 +360,7 @@ def _apply_grant(tx: Tx, lease: Lease, grant: Grant, *, claimed: bool) -> Lease:
 
 
 def apply_placement(tx: Tx, decision: Grant | Offer) -> Lease | None:
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", decision.lease_id)
+    row = tx.locked(LEASE_BY_ID, decision.lease_id)
     if row is None:
         return None
     waiter = lease_of(row)
@@ -382,7 +384,7 @@ def hand_out(tx: Tx) -> None:
 
 def renew(tx: Tx, key: LeaseKey, busy: bool) -> Answer | SubletError:
     pool, now = tx.pool, tx.now
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", key.lease_id)
+    row = tx.locked(LEASE_BY_ID, key.lease_id)
     if row is None or not _proves(row, key.secret):
         return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
     lease = lease_of(row)
@@ -436,63 +438,57 @@ def mark(tx: Tx, key: LeaseKey, busy: bool) -> None:
 
 def release(tx: Tx, lease_id: str, secret: str) -> bool | SubletError:
     _ = tx.pool
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+    row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None or not _proves(row, secret):
         return _unknown(lease_id)
     lease = lease_of(row)
     if lease.state is LeaseState.ENDED:
         return False
     if lease.state is LeaseState.WAITING:
-        finish(tx, row, EndReason.RELEASED, "left the waitlist", settled=True)
-        return True
-    late = overdue(lease, tx.now)
-    if late is not None:
-        finish(tx, row, late, "released after it was over", settled=True)
+        why, detail = EndReason.RELEASED, "left the waitlist"
+    elif (late := overdue(lease, tx.now)) is not None:
+        why, detail = late, "released after it was over"
     elif lease.state is LeaseState.REVOKING:
-        finish(tx, row, lease.reason or EndReason.REVOKED, f"drained in time: {lease.detail}", settled=True)
+        why, detail = lease.reason or EndReason.REVOKED, f"drained in time: {lease.detail}"
     else:
-        finish(tx, row, EndReason.RELEASED, "released by its holder", settled=True)
+        why, detail = EndReason.RELEASED, "released by its holder"
+    _close(tx, lease, strand_end_of(row), why, detail, settled=True)
     return True
 
 
 def finish(tx: Tx, row: Row, reason: EndReason, detail: str, *, settled: bool) -> Lease:
     """End a lease or leave the waitlist; close its meter; give slices back if nothing is left to tear down."""
     lease = lease_of(row)
+    ended_at, settled_at = _close(tx, lease, strand_end_of(row), reason, detail, settled=settled)
+    return replace(
+        lease,
+        state=LeaseState.ENDED,
+        reason=reason,
+        detail=detail,
+        ended_at=ended_at,
+        settled_at=settled_at,
+        busy=False,
+    )
+
+
+def _close(
+    tx: Tx, lease: Lease, strand: StrandEnd, reason: EndReason, detail: str, *, settled: bool
+) -> tuple[int, int]:
+    """When it ended, and when its slices went back (0: not yet)."""
     now = tx.now
     waiting = lease.state is LeaseState.WAITING
     state = after(lease.state, Event.END)
-    strand = strand_end_of(row)
     usage = meter.close(lease, reason, now) if lease.granted_at else None
-    ended = replace(
-        lease,
-        state=state,
-        reason=reason,
-        detail=detail,
-        ended_at=usage.to_at if usage else now,
-        settled_at=now if settled or waiting else 0,
-        busy=False,
-    )
+    ended_at = usage.to_at if usage else now
+    settled_at = now if settled or waiting else 0
     body: dict[str, object] = {
         "reason": reason.value,
         "detail": detail,
         "epoch": lease.epoch,
-        "settled": bool(ended.settled_at),
+        "settled": bool(settled_at),
     }
     if usage is not None:
         body |= {"gpu_us": usage.gpu_us, "strand_seq": strand.seq, "strand_hash": strand.hash}
-        tx.run(
-            "INSERT INTO usage (lease_id, tenant, tier, job, from_at, to_at, gpu_us, vram_byte_s, reason) "
-            "VALUES (?,?,?,?,?,?,?,?,?)",
-            usage.lease_id,
-            usage.tenant,
-            usage.tier,
-            usage.job,
-            usage.from_at,
-            usage.to_at,
-            usage.gpu_us,
-            usage.vram_byte_s,
-            usage.reason,
-        )
     write_main(tx, "lease.ended", lease.tenant, lease.id, body)
     tx.run(
         "UPDATE lease SET state = ?, reason = ?, detail = ?, ended_at = ?, settled_at = ?, busy = 0, offer_until = 0 "
@@ -500,8 +496,8 @@ def finish(tx: Tx, row: Row, reason: EndReason, detail: str, *, settled: bool) -
         state.value,
         reason.value,
         detail,
-        ended.ended_at,
-        ended.settled_at,
+        ended_at,
+        settled_at,
         lease.id,
     )
     if reason is EndReason.HOLD_CAP:
@@ -513,11 +509,11 @@ def finish(tx: Tx, row: Row, reason: EndReason, detail: str, *, settled: bool) -
     if waiting:
         tx.pool.waiting -= 1
         tx.pool.dirty = True
-    if ended.settled_at:
+    if settled_at:
         slicing.vacate(tx, lease, left_waitlist=waiting)
         hand_out(tx)
     tx.rings.update((lease_topic(lease.id), host_topic(lease.holder.host)))
-    return ended
+    return ended_at, settled_at
 
 
 # --- taking back ---------------------------------------------------------------------------------------------
@@ -529,7 +525,7 @@ def revoke(
     if reason not in REVOCABLE_FOR:
         return BadInput(f"a lease cannot be revoked as {reason.value}")
     _ = tx.pool
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+    row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None:
         return NotFound(f"there is no lease {lease_id[:40]}")
     lease = lease_of(row)
@@ -578,7 +574,7 @@ def begin_revoke(tx: Tx, row: Row, reason: EndReason, detail: str, deadline_at: 
 def end(tx: Tx, lease_id: str, epoch: int, reason: EndReason, detail: str) -> bool:
     """A warden saw the holder go. A waiter's holder too: it simply leaves the list."""
     _ = tx.pool
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+    row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None:
         return False
     lease = lease_of(row)
@@ -590,7 +586,7 @@ def end(tx: Tx, lease_id: str, epoch: int, reason: EndReason, detail: str) -> bo
 
 def settle(tx: Tx, lease_id: str, epoch: int, receipt: Receipt) -> bool:
     _ = tx.pool
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", lease_id)
+    row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None:
         return False
     lease = lease_of(row)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from sublet.core import meter
 from sublet.core.admission import Wait, in_order, why_waiting
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved, check_key
@@ -239,13 +240,11 @@ class SqlLedger:
 
     def usage(self, *, tenant: str = "", since: int = 0) -> list[Usage]:
         def read(tx: Tx) -> list[Usage]:
-            columns = "lease_id, tenant, tier, job, from_at, to_at, gpu_us, vram_byte_s, reason"
-            where, params = "to_at >= ?", [since]
+            where, params = "granted_at > 0 AND state = 'ended' AND ended_at >= ?", [since]
             if tenant:
                 where, params = f"tenant = ? AND {where}", [tenant, since]  # type: ignore[list-item]
-            names = columns.split(", ")
-            found = tx.rows(f"SELECT {columns} FROM usage WHERE {where} ORDER BY to_at, lease_id", *params)
-            return [Usage(**dict(zip(names, row, strict=True))) for row in found]
+            found = tx.rows(f"{SELECT_LEASE} WHERE {where} ORDER BY ended_at, id", *params)
+            return [meter.of_ended(lease_of(row)) for row in found]
 
         return self.engine.read(read)
 

@@ -61,6 +61,9 @@ DEFAULT_PATIENCE_US = 10_000_000
 OPEN_PATIENCE_US = 3_000_000  # a wrong address should be told soon
 CONNECT_SECONDS = 3
 CHANNEL = "sublet"
+DEBOUNCE_SECONDS = (
+    0.003  # rings within it go out together: a NOTIFY costs the server about as much as a renewal
+)
 OLDEST_SERVER = 140_000
 IDLE_IN_TRANSACTION = "2s"  # a client stopped inside a transaction must not hold the pool's lock
 
@@ -385,6 +388,7 @@ class _Notifier:
             wanted = self._topics.get()
             if wanted is None:
                 break
+            time.sleep(DEBOUNCE_SECONDS)
             topics = set(wanted)
             with contextlib.suppress(queue.Empty):
                 while len(topics) < 64:

@@ -27,7 +27,7 @@ from sublet.ledger.leases import secret_hash
 from sublet.ledger.rows import (
     EFFECT_COLUMNS,
     HEAD_COLUMNS,
-    SELECT_LEASE,
+    LEASE_BY_ID,
     effect_of,
     head_of,
     lease_of,
@@ -48,7 +48,7 @@ def load_effect(tx: Tx, key: str) -> Effect | None:
 
 
 def _holder_of(tx: Tx, key: LeaseKey) -> Lease | SubletError:
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", key.lease_id)
+    row = tx.locked(LEASE_BY_ID, key.lease_id)
     if row is None or secret_hash_of(row) != secret_hash(key.secret):
         return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
     return lease_of(row)
@@ -58,7 +58,7 @@ def _owner_alive(tx: Tx, effect: Effect | None, now: int) -> bool:
     """May the effect's owner still commit? Asked of its row, not of its process."""
     if effect is None or effect.completed:
         return False
-    row = tx.row(f"{SELECT_LEASE} WHERE id = ?", effect.owner)
+    row = tx.row(LEASE_BY_ID, effect.owner)
     return row is not None and not fence(lease_of(row), effect.epoch, now)
 
 

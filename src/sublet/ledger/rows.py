@@ -17,10 +17,13 @@ LEASE_COLUMNS = (
     "granted_at, expires_at, deadline_at, ended_at, settled_at, reason, detail, busy, active_at, committed_at, "
     "preemptions, claimed, seen_at, wait_until, offer_until, strand_seq, strand_hash, strand_anchor"
 )
-LEASE_PLACES = ",".join("?" * len(LEASE_COLUMNS.split(",")))
+INSERT_LEASE = f"INSERT INTO lease ({LEASE_COLUMNS}) VALUES ({','.join('?' * len(LEASE_COLUMNS.split(',')))})"
 SELECT_LEASE = f"SELECT {LEASE_COLUMNS} FROM lease"
 
+LEASE_BY_ID = f"{SELECT_LEASE} WHERE id = ?"
+
 _STATES = {s.value: s for s in LeaseState}
+_DEVICE_STATES = {s.value: s for s in DeviceState}
 _REASONS: dict[str, EndReason | None] = {r.value: r for r in EndReason} | {"": None}
 
 
@@ -55,10 +58,16 @@ def _request(
     )
 
 
+@lru_cache(maxsize=1024)
+def _holder(host: str, pid: int, started: int) -> Holder:
+    return Holder(host=host, pid=pid, started=started)
+
+
 def slices_text(slices: tuple[Slice, ...]) -> str:
     return ";".join(f"{s.device_id}={s.vram_bytes}" for s in slices)
 
 
+@lru_cache(maxsize=1024)
 def slices_of(text: str) -> tuple[Slice, ...]:
     if not text:
         return ()
@@ -70,7 +79,7 @@ def lease_of(r: Row) -> Lease:
     return Lease(
         id=r[0],
         request=_request(r[1], r[5], r[9], r[8], r[6], r[7], r[4], r[3], r[10], r[12], r[11], r[2]),
-        holder=Holder(host=r[13], pid=r[14], started=r[15]),
+        holder=_holder(r[13], r[14], r[15]),
         state=_STATES[r[17]],
         epoch=r[18],
         vram_bytes=r[19],
@@ -165,7 +174,7 @@ def device_of(r: Row) -> Device:
         name=r[4],
         capacity_bytes=r[5],
         free_bytes=r[6],
-        state=DeviceState(r[7]),
+        state=_DEVICE_STATES[r[7]],
         leases=r[8],
         session_leases=r[9],
         device_leases=r[10],
@@ -179,6 +188,7 @@ TENANT_COLUMNS = (
     "as_of, cooldown_until"
 )
 SELECT_TENANT = f"SELECT {TENANT_COLUMNS} FROM tenant"
+TENANT_BY_NAME = f"{SELECT_TENANT} WHERE name = ?"
 
 
 def tenant_of(r: Row) -> Tenant:

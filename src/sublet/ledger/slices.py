@@ -8,11 +8,13 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sublet.core.device import MANY_TENANTS, Device, Exclusivity, Shape, Slice, fit
 from sublet.core.errors import InvariantBroken
 from sublet.core.lease import Lease
 from sublet.core.tenancy import Tenant, rate_of, used_now
-from sublet.ledger.rows import SELECT_DEVICE, SELECT_TENANT, device_of, tenant_of
+from sublet.ledger.rows import SELECT_DEVICE, TENANT_BY_NAME, device_of, tenant_of
 from sublet.ledger.tx import Tx
 
 #: Who may join a device, by what is asked. `?` is the asking tenant where it appears.
@@ -42,15 +44,22 @@ def find_fit(tx: Tx, shape: Shape) -> tuple[Slice, ...] | None:
 
 
 def load_tenant(tx: Tx, name: str) -> Tenant | None:
-    row = tx.row(f"{SELECT_TENANT} WHERE name = ?", name)
+    row = tx.row(TENANT_BY_NAME, name)
     return tenant_of(row) if row else None
 
 
 def shift_tenant(
-    tx: Tx, name: str, *, leases: int = 0, live_bytes: int = 0, rate_ppm: int = 0, waiting: int = 0
+    tx: Tx,
+    name: str,
+    *,
+    leases: int = 0,
+    live_bytes: int = 0,
+    rate_ppm: int = 0,
+    waiting: int = 0,
+    known: Tenant | None = None,
 ) -> None:
     """Bring the tenant's use forward to now, then change its rate and live numbers."""
-    tenant = load_tenant(tx, name)
+    tenant = known or load_tenant(tx, name)
     if tenant is None:
         raise InvariantBroken(f"tenant {name} of a live lease does not exist")
     used = used_now(tenant, tx.now, tx.pool.policy.half_life_us)
@@ -68,12 +77,23 @@ def shift_tenant(
 
 
 def occupy(
-    tx: Tx, lease: Lease, slices: tuple[Slice, ...], *, billed: bool, left_waitlist: bool = False
+    tx: Tx,
+    lease: Lease,
+    slices: tuple[Slice, ...],
+    *,
+    billed: bool,
+    left_waitlist: bool = False,
+    tenant: Tenant | None = None,
+    devices: Sequence[Device] = (),
 ) -> None:
+    """`tenant` and `devices` are what this transaction has read of them already."""
+    read = {d.id: (d.capacity_bytes, d.sole_tenant) for d in devices}
     request = lease.request
     total_rate = 0
     for s in slices:
-        row = tx.row("SELECT capacity_bytes, sole_tenant FROM device WHERE id = ?", s.device_id)
+        row = read.get(s.device_id) or tx.row(
+            "SELECT capacity_bytes, sole_tenant FROM device WHERE id = ?", s.device_id
+        )
         if row is None:
             raise InvariantBroken(f"device {s.device_id} was granted but does not exist")
         capacity, sole = row[0], row[1]
@@ -104,13 +124,21 @@ def occupy(
         live_bytes=sum(s.vram_bytes for s in slices),
         rate_ppm=total_rate,
         waiting=-1 if left_waitlist else 0,
+        known=tenant,
     )
 
 
 def vacate(tx: Tx, lease: Lease, *, left_waitlist: bool = False) -> None:
     request = lease.request
-    held = tx.rows("SELECT device_id, vram_bytes, rate_ppm FROM slice WHERE lease_id = ?", lease.id)
-    tx.run("DELETE FROM slice WHERE lease_id = ?", lease.id)
+    held = [
+        row
+        for s in lease.slices
+        for row in tx.rows(
+            "DELETE FROM slice WHERE device_id = ? AND lease_id = ? RETURNING device_id, vram_bytes, rate_ppm",
+            s.device_id,
+            lease.id,
+        )
+    ]
     for device_id, vram_bytes, _ in held:
         row = tx.row("SELECT leases, sole_tenant FROM device WHERE id = ?", device_id)
         if row is None:

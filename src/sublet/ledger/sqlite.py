@@ -23,7 +23,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,28 +117,42 @@ def check_place(path: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
+def _translation(error: BaseException) -> SubletError | None:
     """Foreign errors become ours at this edge, with their cause kept."""
-    try:
-        yield
-    except apsw.FullError as e:
-        raise NotDurable("the ledger's disk is full; the change was not made") from e
-    except (apsw.NotADBError, apsw.CorruptError) as e:
-        raise Misconfigured(
-            "the ledger file is damaged or not a ledger",
-            remedy="restore a backup with 'sublet migrate --restore'",
-        ) from e
-    except (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as e:
-        raise Misconfigured(
-            "the ledger file cannot be opened for writing", remedy="check its path and permissions"
-        ) from e
-    except apsw.ConstraintError as e:
-        raise InvariantBroken(f"the ledger refused an impossible change: {e}") from e
-    except (apsw.BusyError, apsw.LockedError) as e:
-        raise Disconnected("another program keeps the ledger file locked") from e
-    except apsw.IOError as e:
-        raise NotDurable("the ledger's disk reported an error; the change was not made") from e
+    match error:
+        case apsw.FullError():
+            return NotDurable("the ledger's disk is full; the change was not made")
+        case apsw.NotADBError() | apsw.CorruptError():
+            return Misconfigured(
+                "the ledger file is damaged or not a ledger",
+                remedy="restore a backup with 'sublet migrate --restore'",
+            )
+        case apsw.CantOpenError() | apsw.ReadOnlyError() | apsw.PermissionsError():
+            return Misconfigured(
+                "the ledger file cannot be opened for writing", remedy="check its path and permissions"
+            )
+        case apsw.ConstraintError():
+            return InvariantBroken(f"the ledger refused an impossible change: {error}")
+        case apsw.BusyError() | apsw.LockedError():
+            return Disconnected("another program keeps the ledger file locked")
+        case apsw.IOError():
+            return NotDurable("the ledger's disk reported an error; the change was not made")
+    return None
+
+
+class _Translated:
+    """Entered at every verb, so a class and not a generator."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ours = _translation(error) if error is not None else None
+        if ours is not None:
+            raise ours from error
+
+
+_translated = _Translated()
 
 
 class _Connection:
@@ -147,6 +161,8 @@ class _Connection:
     def __init__(self, path: Path) -> None:
         self.db = apsw.Connection(str(path))
         self.db.set_busy_timeout(_SAFETY_BUSY_MS)
+        # Without it a statement with a range over a parameter is compiled anew at every call.
+        self.db.config(apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1)
         self.db.execute("PRAGMA journal_mode = wal")
         self.db.execute("PRAGMA synchronous = normal")
         self.db.execute(f"PRAGMA wal_autocheckpoint = {_PAGES_BEFORE_CHECKPOINT}")
@@ -244,7 +260,7 @@ class SqliteEngine:
             self._open_lock, self._combiner, self._writers = threading.Lock(), None, 0
         found: _Connection | None = getattr(self._local, "connection", None)
         if found is None:
-            with _translated():
+            with _translated:
                 found = _Connection(self.path)
             self._local.connection = found
             with self._open_lock:
@@ -265,7 +281,7 @@ class SqliteEngine:
     def _write_alone(self, work: Callable[[Tx], T], durable: bool) -> T:
         connection = self.connection()
         failpoint("before_begin")
-        with _translated():
+        with _translated:
             with gate(connection.gate):
                 tx, result = self._transact(connection, work)
             if durable:
@@ -300,7 +316,7 @@ class SqliteEngine:
 
     def read(self, work: Callable[[Tx], T]) -> T:
         connection = self.connection()
-        with _translated():
+        with _translated:
             connection.db.execute("BEGIN")
             try:
                 return work(SqliteTx(connection.db, self.clock))
@@ -346,13 +362,19 @@ class SqliteEngine:
         self._open.clear()
 
 
-@contextlib.contextmanager
-def gate(fd: int) -> Iterator[None]:
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+class gate:
+    """Who may write now. Entered at every verb, so a class and not a generator."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 def gate_owner(path: str, locks: str) -> int:
@@ -451,7 +473,7 @@ class _Combiner:
         try:
             connection = self._engine.connection()
             execute = connection.db.execute
-            with _translated(), gate(connection.gate):
+            with _translated, gate(connection.gate):
                 execute("BEGIN IMMEDIATE")
                 try:
                     for job in batch:
@@ -519,7 +541,7 @@ def schema_version(db: apsw.Connection) -> int:
 
 def apply_migrations(path: Path, clock: Clock) -> list[str]:
     """Bring the file to the newest schema, each step in its own transaction. Returns the names of what was applied."""
-    with _translated():
+    with _translated:
         connection = _Connection(path)
         try:
             with gate(connection.gate):
@@ -573,7 +595,7 @@ def open_ledger(url: str, clock: Clock) -> SqlLedger:
     except OSError as e:
         raise Misconfigured(f"the ledger's folder {path.parent} cannot be made: {e.strerror}") from e
     check_place(path)
-    with _translated():
+    with _translated:
         db = apsw.Connection(str(path))
         try:
             db.set_busy_timeout(_SAFETY_BUSY_MS)
@@ -589,7 +611,7 @@ def open_ledger(url: str, clock: Clock) -> SqlLedger:
 
 def backup(path: Path, target: Path) -> None:
     """A consistent copy of a live ledger."""
-    with _translated():
+    with _translated:
         source = apsw.Connection(str(path))
         copy = apsw.Connection(str(target))
         try:

@@ -13,7 +13,7 @@ from sublet.core.lease import LeaseState, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.failpoints import failpoint
 from sublet.ledger import leases
-from sublet.ledger.rows import SELECT_LEASE, lease_of
+from sublet.ledger.rows import LEASE_BY_ID, SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import HostView, TickResult
 
@@ -33,7 +33,7 @@ def tick(tx: Tx, host: str) -> TickResult:
 def _apply(tx: Tx, step: Instruction) -> bool:
     if isinstance(step, Grant | Offer):
         return leases.apply_placement(tx, step) is not None
-    row = tx.locked(f"{SELECT_LEASE} WHERE id = ?", step.lease_id)
+    row = tx.locked(LEASE_BY_ID, step.lease_id)
     if row is None:
         return False
     lease = lease_of(row)

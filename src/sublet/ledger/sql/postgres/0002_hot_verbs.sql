@@ -203,8 +203,6 @@ BEGIN
         WHERE id = s.device_id;
     END LOOP;
     elapsed := greatest(0, now_us - l.granted_at);
-    INSERT INTO usage VALUES (l.id, l.tenant, l.tier, l.job, l.granted_at, greatest(l.granted_at, now_us), elapsed * devices,
-                              div(elapsed::numeric * held, 1000000)::bigint, 'released');
     p.journal_seq := p.journal_seq + 1;
     body := format('{"detail":"released by its holder","epoch":%s,"gpu_us":%s,"reason":"released","settled":true,"strand_hash":"%s","strand_seq":%s}',
                    l.epoch, elapsed * devices, l.strand_hash, l.strand_seq);

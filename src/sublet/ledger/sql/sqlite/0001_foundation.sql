@@ -55,7 +55,8 @@ CREATE TABLE device (
     note TEXT NOT NULL,
     CHECK (device_leases = 0 OR leases = 1)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX device_by_host ON device (host, free_bytes);
+-- Without free_bytes on purpose: a host has few devices, and a grant must not rewrite this index.
+CREATE INDEX device_by_host ON device (host);
 CREATE INDEX device_by_room ON device (free_bytes);
 
 CREATE TABLE lease (
@@ -115,7 +116,7 @@ CREATE TABLE slice (
     rate_ppm INTEGER NOT NULL,
     PRIMARY KEY (device_id, lease_id)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX slice_by_lease ON slice (lease_id);
+-- No index by lease: the lease row names its devices.
 
 CREATE TABLE head (
     job TEXT PRIMARY KEY,
@@ -141,20 +142,6 @@ CREATE TABLE effect (
     outcome TEXT NOT NULL,
     version INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
-
--- One closed interval per lease.
-CREATE TABLE usage (
-    lease_id TEXT PRIMARY KEY,
-    tenant TEXT NOT NULL,
-    tier TEXT NOT NULL,
-    job TEXT NOT NULL,
-    from_at INTEGER NOT NULL,
-    to_at INTEGER NOT NULL CHECK (to_at >= from_at),
-    gpu_us INTEGER NOT NULL CHECK (gpu_us >= 0),
-    vram_byte_s INTEGER NOT NULL CHECK (vram_byte_s >= 0),
-    reason TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
-CREATE INDEX usage_by_tenant ON usage (tenant, to_at);
 
 CREATE TABLE journal (
     id INTEGER PRIMARY KEY,

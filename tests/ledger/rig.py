@@ -1,0 +1,246 @@
+"""Both engines behind one face: a ledger, a way to move its time, and a way round it into its tables."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+from sublet.core.effect import Commit
+from sublet.core.lease import Holder, Lease, Request
+from sublet.core.tenancy import Tenant
+from sublet.hosting.clock import HostClock
+from sublet.ledger.ledger import SqlLedger
+from sublet.ledger.sqlite import open_ledger as open_sqlite
+from sublet.ports.ledger import Answer, FoundDevice, LeaseKey
+from sublet.testing.clock import VirtualClock
+
+ENGINES = ["sqlite", "postgres"]
+TABLES = ["meta", "pool", "tenant", "host", "device", "lease", "slice", "head", "effect", "journal"]
+SECOND = 1_000_000
+MINUTE = 60 * SECOND
+HERE = "node-a"
+
+_numbers = itertools.count(1)
+
+
+class Rig:
+    """One ledger on one engine, with the few things a test does to it again and again."""
+
+    def __init__(
+        self,
+        engine: str,
+        url: str,
+        open_again: Callable[[], SqlLedger],
+        advance: Callable[[SqlLedger, int], None],
+        sql: Callable[[str, tuple[object, ...]], list[tuple[Any, ...]]],
+        clock: VirtualClock | None = None,
+    ) -> None:
+        self.engine = engine
+        self.url = url
+        self.clock = clock
+        self._open, self._advance, self._sql = open_again, advance, sql
+        self._opened: list[SqlLedger] = []
+        self.secrets: dict[str, str] = {}
+        self.ledger = self.open()
+
+    def open(self) -> SqlLedger:
+        """Another ledger object on the same store, as another process would have."""
+        ledger = self._open()
+        skew = getattr(getattr(self, "ledger", None), "engine", None)
+        if skew is not None and hasattr(skew, "skew_us"):
+            ledger.engine.skew_us = skew.skew_us
+        self._opened.append(ledger)
+        return ledger
+
+    def advance(self, us: int) -> None:
+        self._advance(self.ledger, us)
+
+    def later(self, us: int, *waiting: Answer) -> None:
+        """Time passes while the host's warden and these waiters give signs of life."""
+        self.advance(us)
+        self.ledger.beat_host(HERE)
+        for answer in waiting:
+            self.ledger.attend(answer.lease.id, self.secret(answer), explain=False)
+
+    def sql(self, text: str, *params: object) -> list[tuple[Any, ...]]:
+        """Straight into the tables, past every rule."""
+        return self._sql(text, params)
+
+    def dump(self, *, without: tuple[str, ...] = ()) -> dict[str, list[tuple[Any, ...]]]:
+        return {t: sorted(self.sql(f"SELECT * FROM {t}"), key=repr) for t in TABLES if t not in without}
+
+    def state(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Everything that is true, without the record of how it came to be."""
+        found = self.dump(without=("journal", "pool"))
+        return {**found, "pool": self.sql("SELECT epoch, waiting, policy FROM pool")}
+
+    @contextlib.contextmanager
+    def only_journals(self, *kinds: str) -> Iterator[None]:
+        """What happens inside changes nothing, and leaves exactly these rows in the journal."""
+        before, last = self.state(), self._last_row()
+        yield
+        after = self.state()
+        for table, rows in before.items():
+            assert after[table] == rows, f"{table} changed"
+        added = self.sql("SELECT kind FROM journal WHERE id > ? ORDER BY id", last)
+        assert [kind for (kind,) in added] == list(kinds)
+
+    def _last_row(self) -> int:
+        return int(self.sql("SELECT coalesce(max(id), 0) FROM journal")[0][0])
+
+    def close(self) -> None:
+        for ledger in self._opened:
+            ledger.close()
+
+    # arranging
+
+    def device(self, name: str = "gpu0", gb: int = 80, host: str = HERE) -> None:
+        self.devices({name: gb}, host=host, complete=False)
+
+    def devices(self, sizes: dict[str, int], *, host: str = HERE, complete: bool = True) -> None:
+        found = [
+            FoundDevice(id=name, driver="host", ordinal=i, name="test device", capacity_bytes=size)
+            for i, (name, size) in enumerate(sizes.items())
+        ]
+        self.ledger.report_host(host, found, complete=complete)
+
+    def tenant(self, name: str = "ada", **limits: int) -> None:
+        self.ledger.add_tenant(Tenant(name=name, **limits), actor="test")
+
+    def policy(self, **knobs: int) -> None:
+        self.ledger.set_policy(replace(self.ledger.policy(), **knobs), actor="test")
+
+    def ask(
+        self,
+        vram: int = 10,
+        *,
+        tenant: str = "ada",
+        lease_id: str = "",
+        pid: int = 0,
+        host: str = HERE,
+        ledger: SqlLedger | None = None,
+        **request: Any,
+    ) -> Answer:
+        lease_id = lease_id or f"lease-{next(_numbers):05d}"
+        self.secrets.setdefault(lease_id, f"secret-{uuid.uuid4().hex}")
+        wanted = Request(tenant=tenant, vram_bytes=vram, **{"ttl_us": 5 * MINUTE, **request})
+        return (ledger or self.ledger).acquire(
+            lease_id, self.secrets[lease_id], wanted, Holder(host=host, pid=pid)
+        )
+
+    def key(self, lease: Lease | Answer) -> LeaseKey:
+        lease = lease.lease if isinstance(lease, Answer) else lease
+        return LeaseKey(lease.id, lease.epoch, self.secrets[lease.id])
+
+    def look(self, lease: Lease | Answer | str) -> Lease:
+        if isinstance(lease, Answer):
+            lease = lease.lease
+        return self.ledger.look(lease if isinstance(lease, str) else lease.id).lease
+
+    def secret(self, answer: Answer) -> str:
+        return self.secrets[answer.lease.id]
+
+    def release(self, answer: Answer) -> bool:
+        return self.ledger.release(answer.lease.id, self.secret(answer))
+
+    def commit(self, answer: Answer, step: int, *, job: str = "train", **over: Any) -> Any:
+        return self.ledger.commit(self.key(answer), a_step(step, job=job, **over))
+
+    def kinds(self, subject: str) -> list[str]:
+        """What the journal says of one subject, oldest first."""
+        return [r[0] for r in self.sql("SELECT kind FROM journal WHERE subject = ? ORDER BY id", subject)]
+
+    def faults(self) -> list[str]:
+        return [f"{f.strand}#{f.seq}: {f.what}" for f in self.ledger.verify().faults]
+
+
+def a_step(step: int, *, job: str = "train", **over: Any) -> Commit:
+    values: dict[str, Any] = {
+        "job": job,
+        "key": f"{job}:{step}",
+        "step": step,
+        "fingerprint": f"print-{step}",
+        "expected_version": step - 1,
+        "digest": f"digest-{step}",
+        "cursor": f"cursor-{step}",
+        "outcome": f"outcome-{step}",
+    }
+    return Commit(**{**values, **over})
+
+
+def sqlite_rig(folder: Path) -> Rig:
+    clock = VirtualClock()
+    path = folder / f"ledger-{uuid.uuid4().hex[:8]}.db"
+
+    def sql(text: str, params: tuple[object, ...]) -> list[tuple[Any, ...]]:
+        db = apsw.Connection(str(path))
+        try:
+            db.set_busy_timeout(5000)
+            return db.execute(text, params).fetchall()
+        finally:
+            db.close()
+
+    return Rig(
+        "sqlite",
+        f"sqlite:{path}",
+        lambda: open_sqlite(f"sqlite:{path}", clock),
+        lambda _, us: clock.advance(us),
+        sql,
+        clock,
+    )
+
+
+class PostgresSchema:
+    """A schema of its own for one test, gone afterwards."""
+
+    def __init__(self, server_url: str) -> None:
+        import psycopg
+
+        self.name = f"t_{uuid.uuid4().hex[:12]}"
+        self.url = f"{server_url}&sublet_schema={self.name}"
+        self._server_url = server_url
+        self.connection = self.connect()
+        self._psycopg = psycopg
+
+    def connect(self, **options: Any) -> Any:
+        import psycopg
+
+        connection = psycopg.connect(self._server_url, autocommit=True, **options)
+        connection.execute(f'SET search_path = "{self.name}"')
+        return connection
+
+    def sql(self, text: str, params: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
+        done = self.connection.execute(text.replace("?", "%s"), params)
+        return done.fetchall() if done.description else []
+
+    def drop(self) -> None:
+        with self._psycopg.connect(self._server_url, autocommit=True) as connection:
+            connection.execute("SET lock_timeout = '5s'")
+            connection.execute("SET client_min_messages = warning")
+            connection.execute(f'DROP SCHEMA IF EXISTS "{self.name}" CASCADE')
+        self.connection.close()
+
+
+def postgres_rig(server_url: str, *, patience_us: int = 10_000_000) -> tuple[Rig, PostgresSchema]:
+    from sublet.ledger.postgres import open_ledger
+
+    schema = PostgresSchema(server_url)
+
+    def advance(ledger: SqlLedger, us: int) -> None:
+        ledger.engine.skew_us += us
+
+    rig = Rig(
+        "postgres",
+        schema.url,
+        lambda: open_ledger(schema.url, HostClock(), patience_us=patience_us),
+        advance,
+        schema.sql,
+    )
+    return rig, schema
