@@ -75,6 +75,10 @@ class Commit:
         check_key(self.digest, what="digest")
         if self.step < 1:
             raise BadInput(f"step {self.step} is not a step: the first one is 1")
+        if "\x00" in self.cursor or "\x00" in self.outcome:
+            raise BadInput(
+                "cursor and outcome are text, without NUL: encode bytes, or put them in a checkpoint"
+            )
         if len(self.cursor) > 65_536 or len(self.outcome) > 65_536:
             raise BadInput("cursor and outcome may hold 64 KiB of text: put bigger state in a checkpoint")
 

@@ -12,8 +12,15 @@ from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import FoundDevice
 
 
-def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool) -> None:
+def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool) -> SubletError | None:
     _ = tx.pool
+    for device in found:
+        other = tx.row("SELECT host FROM device WHERE id = ? AND host <> ?", device.id, host)
+        if other is not None:
+            return BadInput(
+                f"device {device.id} already belongs to host {other[0]}",
+                remedy="give each machine its own SUBLET_HOST",
+            )
     _beat(tx, host)
     known = {d.id: d for d in map(device_of, tx.rows(f"{SELECT_DEVICE} WHERE host = ?", host))}
     changes: list[str] = []
@@ -48,12 +55,14 @@ def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool)
     if complete:
         names = {d.id for d in found}
         for old in known.values():
-            if old.id not in names and old.state is not DeviceState.LOST:
+            # What an operator, or an unproven teardown, withheld stays withheld: it must not come back as ready.
+            if old.id not in names and old.state is DeviceState.READY:
                 tx.run("UPDATE device SET state = 'lost', note = 'not reported' WHERE id = ?", old.id)
                 changes.append(f"-{old.id}")
     if changes:
         write_main(tx, "host.reported", "", host, {"changes": sorted(changes)})
         hand_out(tx)
+    return None
 
 
 def _beat(tx: Tx, host: str) -> None:

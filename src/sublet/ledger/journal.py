@@ -40,6 +40,7 @@ def verify(tx: Tx) -> Verification:
     faults += verify_strand(MAIN, main, GENESIS, StrandEnd(pool[0], pool[1]))
     main_hashes = {entry.hash for entry in main}
     count = 1
+    by_seq = {strand: {e.seq: e.hash for e in entries} for strand, entries in strands.items()}
     owners: list[tuple[str, Row]] = [
         (lease_strand(r[0]), r)
         for r in tx.rows("SELECT id, strand_seq, strand_hash, strand_anchor FROM lease ORDER BY id")
@@ -56,14 +57,16 @@ def verify(tx: Tx) -> Verification:
         faults += verify_strand(strand, entries, anchor, StrandEnd(seq, digest))
     for strand in sorted(strands):
         faults.append(Fault(strand, 0, "its owner is missing"))
-    faults += _check_pledges(main, dict(owners))
+    faults += _check_pledges(main, dict(owners), by_seq)
     if not faults:  # a history that was tampered with proves nothing about the rules
         capacities = {r[0]: r[1] for r in tx.rows("SELECT id, capacity_bytes FROM device")}
         faults += audit(everything, capacities)
     return Verification(rows=rows, strands=count, head=pool[1], faults=tuple(faults))
 
 
-def _check_pledges(main: list[Entry], owners: dict[str, Row]) -> list[Fault]:
+def _check_pledges(
+    main: list[Entry], owners: dict[str, Row], by_seq: dict[str, dict[int, str]]
+) -> list[Fault]:
     """What the main strand says of other strands: where a finished lease stood, where a job stood at a seal."""
     faults: list[Fault] = []
     for entry in main:
@@ -73,15 +76,19 @@ def _check_pledges(main: list[Entry], owners: dict[str, Row]) -> list[Fault]:
             continue  # the chain has named it already
         if entry.kind == "lease.granted" and lease_strand(entry.subject) not in owners:
             faults.append(Fault(lease_strand(entry.subject), 0, "the lease was granted, its row is missing"))
+        if entry.kind == "job.started" and job_strand(entry.subject) not in owners:
+            faults.append(Fault(job_strand(entry.subject), 0, "the job was started, its head is missing"))
         if entry.kind == "lease.ended" and "strand_hash" in body:
             row = owners.get(lease_strand(entry.subject))
             if row is not None and (row[1], row[2]) != (body["strand_seq"], body["strand_hash"]):
                 faults.append(Fault(lease_strand(entry.subject), row[1], "it changed after the lease ended"))
         if entry.kind == "journal.sealed":
-            for job, seq in body.get("jobs", {}).items():
+            for job, (seq, digest) in body.get("jobs", {}).items():
                 row = owners.get(job_strand(job))
                 if row is None or row[1] < seq:
                     faults.append(Fault(job_strand(job), seq, "it is shorter than it was when sealed"))
+                elif by_seq.get(job_strand(job), {}).get(seq) != digest:
+                    faults.append(Fault(job_strand(job), seq, "it is not the strand that was sealed"))
     return faults
 
 
@@ -97,5 +104,5 @@ def tail(tx: Tx, after: int, limit: int) -> list[tuple[int, Entry]]:
 def seal(tx: Tx) -> str:
     """Write where every job's strand stands into the main strand; returns the main strand's end to keep elsewhere."""
     _ = tx.pool
-    jobs = {r[0]: r[1] for r in tx.rows("SELECT job, strand_seq FROM head ORDER BY job")}
+    jobs = {r[0]: [r[1], r[2]] for r in tx.rows("SELECT job, strand_seq, strand_hash FROM head ORDER BY job")}
     return write_main(tx, "journal.sealed", "", "journal", {"jobs": jobs})

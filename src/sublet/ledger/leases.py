@@ -281,6 +281,8 @@ def accept(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:
     if row is None or not _proves(row, secret):
         return _unknown(lease_id)
     lease = lease_of(row)
+    if lease.state in HOLDING:
+        return Answer(lease=lease, at=tx.now)  # accepted before, and the answer was lost
     if lease.state is not LeaseState.WAITING or not lease.slices or tx.now >= lease.offer_until:
         return Stale("the offer is no longer open; the request keeps its place if it still waits")
     slicing.vacate(tx, lease)
@@ -366,6 +368,8 @@ def apply_placement(tx: Tx, decision: Grant | Offer) -> Lease | None:
     waiter = lease_of(row)
     if waiter.state is not LeaseState.WAITING or waiter.slices:
         return None
+    if not slicing.still_fits(tx, waiter.request.shape(decision.vram_bytes), decision.slices):
+        return None
     if isinstance(decision, Offer):
         return _apply_offer(tx, waiter, decision)
     return _apply_grant(tx, waiter, decision, claimed=False)
@@ -383,8 +387,9 @@ def hand_out(tx: Tx) -> None:
 
 
 def renew(tx: Tx, key: LeaseKey, busy: bool) -> Answer | SubletError:
-    pool, now = tx.pool, tx.now
+    pool = tx.pool
     row = tx.locked(LEASE_BY_ID, key.lease_id)
+    now = tx.now
     if row is None or not _proves(row, key.secret):
         return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
     lease = lease_of(row)
@@ -456,10 +461,15 @@ def release(tx: Tx, lease_id: str, secret: str) -> bool | SubletError:
     return True
 
 
-def finish(tx: Tx, row: Row, reason: EndReason, detail: str, *, settled: bool) -> Lease:
-    """End a lease or leave the waitlist; close its meter; give slices back if nothing is left to tear down."""
+def finish(
+    tx: Tx, row: Row, reason: EndReason, detail: str, *, settled: bool, then_hand_out: bool = True
+) -> Lease:
+    """End a lease or leave the waitlist; close its meter; give slices back if nothing is left to tear down. Somebody who ends
+    several from one read hands out once, afterwards: a grant in between would make the rest of that read stale."""
     lease = lease_of(row)
-    ended_at, settled_at = _close(tx, lease, strand_end_of(row), reason, detail, settled=settled)
+    ended_at, settled_at = _close(
+        tx, lease, strand_end_of(row), reason, detail, settled=settled, then_hand_out=then_hand_out
+    )
     return replace(
         lease,
         state=LeaseState.ENDED,
@@ -472,7 +482,14 @@ def finish(tx: Tx, row: Row, reason: EndReason, detail: str, *, settled: bool) -
 
 
 def _close(
-    tx: Tx, lease: Lease, strand: StrandEnd, reason: EndReason, detail: str, *, settled: bool
+    tx: Tx,
+    lease: Lease,
+    strand: StrandEnd,
+    reason: EndReason,
+    detail: str,
+    *,
+    settled: bool,
+    then_hand_out: bool = True,
 ) -> tuple[int, int]:
     """When it ended, and when its slices went back (0: not yet)."""
     now = tx.now
@@ -511,7 +528,8 @@ def _close(
         tx.pool.dirty = True
     if settled_at:
         slicing.vacate(tx, lease, left_waitlist=waiting)
-        hand_out(tx)
+        if then_hand_out:
+            hand_out(tx)
     tx.rings.update((lease_topic(lease.id), host_topic(lease.holder.host)))
     return ended_at, settled_at
 
@@ -537,14 +555,20 @@ def revoke(
             f"lease {lease_id} already ended ({lease.reason.value if lease.reason else 'unknown'})",
             remedy="nothing to do",
         )
+    late = overdue(lease, tx.now)
+    if late is not None:
+        # A deadline in the future would let a lease that is over write again (L3).
+        ended = finish(tx, row, late, lease.detail or "it was over already", settled=lease.holder.pid == 0)
+        return Answer(lease=ended, at=tx.now)
     return Answer(lease=begin_revoke(tx, row, reason, detail, tx.now + grace_us, actor), at=tx.now)
 
 
 def begin_revoke(tx: Tx, row: Row, reason: EndReason, detail: str, deadline_at: int, actor: str) -> Lease:
     lease = lease_of(row)
     state = after(lease.state, Event.REVOKE)
-    if lease.state is LeaseState.REVOKING:
-        deadline_at = min(deadline_at, lease.deadline_at)
+    if lease.state is LeaseState.REVOKING and lease.deadline_at <= deadline_at:
+        # The nearer deadline stands, and with it the reason the holder has read.
+        deadline_at, detail, reason = lease.deadline_at, lease.detail, lease.reason or reason
     tx.run(
         "UPDATE lease SET state = ?, deadline_at = ?, reason = ?, detail = ? WHERE id = ?",
         state.value,

@@ -97,13 +97,13 @@ class SqlLedger:
     def renew_many(
         self, keys: Sequence[tuple[LeaseKey, bool]], *, patience_us: int | None = None
     ) -> list[Answer | SubletError]:
-        return self.engine.write(
-            lambda tx: [
-                leases.renew(tx, key, busy) for key, busy in sorted(keys, key=lambda k: k[0].lease_id)
-            ],
-            durable=False,
-            patience_us=patience_us,
-        )
+        def work(tx: Tx) -> list[Answer | SubletError]:
+            # Locked in one order, so that two processes cannot wait for each other; answered in the order asked.
+            order = sorted(range(len(keys)), key=lambda i: keys[i][0].lease_id)
+            answers = {i: leases.renew(tx, *keys[i]) for i in order}
+            return [answers[i] for i in range(len(keys))]
+
+        return self.engine.write(work, durable=False, patience_us=patience_us)
 
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         self._write(lambda tx: leases.mark(tx, key, busy), durable=False)
@@ -169,6 +169,8 @@ class SqlLedger:
         return self.engine.read(lambda tx: devices.list_devices(tx, host))
 
     def set_device(self, device_id: str, *, state: str, note: str, actor: str) -> Device:
+        if len(note) > 500 or not (note.isprintable() or not note):
+            raise BadInput("a note is one line of at most 500 printable characters")
         return self._write(lambda tx: devices.set_device(tx, device_id, state, note, actor), durable=True)  # type: ignore[no-any-return]
 
     # tenants

@@ -13,6 +13,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -80,8 +81,10 @@ def _placed(sql: str) -> str:
 class PostgresTx:
     """Implements `ledger.tx.Tx`."""
 
-    def __init__(self, connection: psycopg.Connection[Row], *, writing: bool) -> None:
+    def __init__(self, connection: psycopg.Connection[Row], *, writing: bool, again: bool = False) -> None:
         self.rings: set[str] = set()
+        self.again = again
+        self._wrote = False
         self._connection = connection
         self._writing = writing
         self._pool: Pool | None = None
@@ -94,9 +97,15 @@ class PostgresTx:
         return self._connection.execute(_placed(sql), params).fetchone()
 
     def locked(self, sql: str, *params: object) -> Row | None:
-        return self.row(f"{sql} FOR UPDATE", *params)
+        found = self.row(f"{sql} FOR UPDATE", *params)
+        if self._now is not None and not self._wrote:
+            # It may have waited for this lock: the time known before is a time in the past. Once a transaction writes, its
+            # time stands still.
+            self._now = max(self._now, self._clock())
+        return found
 
     def run(self, sql: str, *params: object) -> int:
+        self._wrote = True
         return self._connection.execute(_placed(sql), params).rowcount
 
     @property
@@ -238,10 +247,12 @@ class PostgresEngine:
                 pause = min(pause * 2, 0.25)
 
     def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T:
+        tries = itertools.count()
+
         def run(connection: psycopg.Connection[Row]) -> tuple[PostgresTx, T]:
             failpoint("before_begin")
             with connection.transaction():
-                tx = PostgresTx(connection, writing=True)
+                tx = PostgresTx(connection, writing=True, again=next(tries) > 0)
                 result = work(tx)
                 tx.flush()
                 failpoint("before_commit")
@@ -349,6 +360,8 @@ def _translated() -> Iterator[None]:
         raise SchemaMismatch("the database has no ledger in it", remedy="run 'sublet migrate'") from e
     except (pg.CheckViolation, pg.NotNullViolation) as e:
         raise InvariantBroken(f"the ledger refused an impossible change: {e.diag.constraint_name}") from e
+    except psycopg.DataError as e:
+        raise BadInput("a text holds something PostgreSQL cannot store, such as a NUL") from e
     except pg.DiskFull as e:
         raise NotDurable("the ledger's disk is full; the change was not made") from e
     except psycopg.ProgrammingError as e:
@@ -358,7 +371,13 @@ def _translated() -> Iterator[None]:
                 remedy="write postgresql://user@host/database",
             ) from e
         raise
-    except (psycopg.OperationalError, pg.ReadOnlySqlTransaction, pg.AdminShutdown, ConnectionDropped) as e:
+    except (
+        psycopg.OperationalError,
+        pg.ReadOnlySqlTransaction,
+        pg.AdminShutdown,
+        pg.IdleInTransactionSessionTimeout,
+        ConnectionDropped,
+    ) as e:
         # A server that restarts, a dropped connection, a standby that answers: another try may reach the primary.
         if "password authentication" in str(e) or "does not exist" in str(e):
             raise Misconfigured(
@@ -527,7 +546,7 @@ class PostgresLedger(SqlLedger):
             return []
         renewed = {row[0]: lease_of(row) for row in self.engine.attempt(False, run, patience_us)}
         answers: list[Answer | SubletError] = []
-        for key, busy in ordered:
+        for key, busy in keys:
             lease = renewed.get(key.lease_id)
             if lease is not None:
                 answers.append(Answer(lease=lease, at=lease.active_at))

@@ -19,7 +19,7 @@ from sublet.core.effect import (
     decide_commit,
     decide_reserve,
 )
-from sublet.core.errors import LeaseLost, SubletError
+from sublet.core.errors import LeaseLost, NotFound, SubletError
 from sublet.core.journal import GENESIS, StrandEnd, job_strand
 from sublet.core.lease import Lease, fence
 from sublet.failpoints import failpoint
@@ -62,6 +62,14 @@ def _owner_alive(tx: Tx, effect: Effect | None, now: int) -> bool:
     return row is not None and not fence(lease_of(row), effect.epoch, now)
 
 
+def _of_another_tenant(tx: Tx, effect: Effect | None, lease: Lease) -> bool:
+    """Whose effect it is, is told by the lease that reserved it (T1)."""
+    if effect is None or effect.owner == lease.id:
+        return False
+    row = tx.row("SELECT tenant FROM lease WHERE id = ?", effect.owner)
+    return row is not None and row[0] != lease.tenant
+
+
 def _refuse(tx: Tx, kind: str, lease: Lease, subject: str, epoch: int, error: SubletError) -> SubletError:
     write_main(tx, kind, lease.tenant, subject, {"code": error.code, "reason": error.message, "epoch": epoch})
     return error
@@ -75,6 +83,8 @@ def reserve(
     if isinstance(lease, SubletError):
         return lease
     effect = load_effect(tx, effect_key)
+    if _of_another_tenant(tx, effect, lease):
+        return NotFound(f"tenant {lease.tenant} has no effect {effect_key}")
     decision = decide_reserve(lease, key.epoch, effect, _owner_alive(tx, effect, tx.now), fingerprint, tx.now)
     if isinstance(decision, SubletError):
         return _refuse(tx, "effect.refused", lease, effect_key, key.epoch, decision)
@@ -105,10 +115,12 @@ def commit(tx: Tx, key: LeaseKey, step: Commit) -> Committed | Duplicate | Suble
     failpoint("after_lock")
     if isinstance(lease, SubletError):
         return lease
-    now = tx.now
     row = tx.locked(f"SELECT {HEAD_COLUMNS} FROM head WHERE job = ?", step.job)
+    now = tx.now
     head = head_of(row) if row else Head(job=step.job, tenant=lease.tenant)
     effect = load_effect(tx, step.key)
+    if head.tenant != lease.tenant or _of_another_tenant(tx, effect, lease):
+        return NotFound(f"tenant {lease.tenant} has no job {step.job} with the key {step.key}")
     if (
         effect is not None
         and effect.completed

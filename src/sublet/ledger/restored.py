@@ -19,10 +19,15 @@ def mark_restored(tx: Tx, actor: str) -> int:
     ended = 0
     waiting = tx.rows(f"{SELECT_LEASE} WHERE state = 'waiting' ORDER BY id")
     holding = tx.rows(f"{SELECT_LEASE} WHERE state IN ('active', 'revoking') ORDER BY id")
-    for row in [*waiting, *holding]:  # waiters first, or ending a holder would hand them a grant
+    for row in [*waiting, *holding]:
         # Holders keep their slices until their host's warden has shown that they are gone.
         leases.finish(
-            tx, row, EndReason.REVOKED, "the ledger was restored from a backup", settled=row[14] == 0
+            tx,
+            row,
+            EndReason.REVOKED,
+            "the ledger was restored from a backup",
+            settled=row[14] == 0,
+            then_hand_out=False,
         )
         ended += 1
     pool.epoch += EPOCH_GAP

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sublet.core.device import MANY_TENANTS, Device, Exclusivity, Shape, Slice, fit
+from sublet.core.device import MANY_TENANTS, Device, Exclusivity, Shape, Slice, fit, usable
 from sublet.core.errors import InvariantBroken
 from sublet.core.lease import Lease
 from sublet.core.tenancy import Tenant, rate_of, used_now
@@ -41,6 +41,15 @@ def candidates(tx: Tx, shape: Shape) -> list[Device]:
 
 def find_fit(tx: Tx, shape: Shape) -> tuple[Slice, ...] | None:
     return fit(shape, candidates(tx, shape))
+
+
+def still_fits(tx: Tx, shape: Shape, slices: tuple[Slice, ...]) -> bool:
+    """Asked again before a decision made on an earlier read is written."""
+    for s in slices:
+        row = tx.row(f"{SELECT_DEVICE} WHERE id = ?", s.device_id)
+        if row is None or not usable(device_of(row), shape):
+            return False
+    return True
 
 
 def load_tenant(tx: Tx, name: str) -> Tenant | None:

@@ -193,6 +193,7 @@ class SqliteTx:
 
     def __init__(self, db: apsw.Connection, clock: Clock) -> None:
         self.rings: set[str] = set()
+        self.again = False
         self._db = db
         self._execute = db.execute
         row = self._execute(
@@ -497,7 +498,7 @@ class _Combiner:
             job.rings = tx.rings
         except BaseException as e:
             execute("ROLLBACK TO job")
-            job.error = e
+            job.error = _translation(e) or e
         execute("RELEASE job")
 
     def _sync_loop(self) -> None:
@@ -535,8 +536,14 @@ def schema_version(db: apsw.Connection) -> int:
                 remedy="point SUBLET_LEDGER at another path",
             )
         return 0
-    row = db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-    return int(row[0]) if row else 0
+    try:
+        row = db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+        return int(str(row[0]))  # type: ignore[index]
+    except (apsw.SQLError, ValueError, TypeError):
+        raise SchemaMismatch(
+            "the file has a table called meta, but is not a ledger",
+            remedy="point SUBLET_LEDGER at another path",
+        ) from None
 
 
 def apply_migrations(path: Path, clock: Clock) -> list[str]:

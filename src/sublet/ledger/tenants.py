@@ -34,7 +34,7 @@ def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool) -> Tenant | S
     _ = tx.pool
     known = load_tenant(tx, tenant.name)
     if known is not None:
-        return known if exist_ok else BadInput(f"tenant {tenant.name} exists already")
+        return known if exist_ok or tx.again else BadInput(f"tenant {tenant.name} exists already")
     tx.run(
         f"INSERT INTO tenant ({TENANT_COLUMNS}) VALUES (?,?,?,?,?,0,0,0,0,0,?,0)",
         tenant.name,
@@ -66,7 +66,7 @@ def remove_tenant(tx: Tx, name: str, actor: str) -> SubletError | None:
     _ = tx.pool
     tenant = load_tenant(tx, name)
     if tenant is None:
-        return _unknown(name)
+        return None if tx.again else _unknown(name)
     if tenant.live_leases or tenant.waiting:
         return BadInput(
             f"tenant {name} still holds {tenant.live_leases} lease(s) and waits for {tenant.waiting}",

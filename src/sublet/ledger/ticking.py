@@ -7,7 +7,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from sublet.core import schedule
+from sublet.core import admission, schedule
 from sublet.core.admission import Grant, Offer
 from sublet.core.lease import LeaseState, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
@@ -24,10 +24,21 @@ def tick(tx: Tx, host: str) -> TickResult:
     view = leases.load_view(tx, with_leases=True)
     failpoint("reaper_after_read")
     decided = schedule.tick(view, tx.now)
-    applied = tuple(step for step in decided if _apply(tx, step))
+    applied: list[Instruction] = [
+        step for step in decided if not isinstance(step, Grant | Offer) and _apply(tx, step)
+    ]
+    if any(not isinstance(step, Revoke) for step in applied):
+        # What was just returned is handed out too, from a view that knows of it.
+        view = leases.load_view(tx, with_leases=False)
+        placements = admission.place(view, tx.now)
+    else:
+        placements = [step for step in decided if isinstance(step, Grant | Offer)]
+    applied += [step for step in placements if _apply(tx, step)]
     if applied:
         view = leases.load_view(tx, with_leases=True)
-    return TickResult(at=tx.now, instructions=applied, next_look_at=schedule.next_look_at(view, tx.now))
+    return TickResult(
+        at=tx.now, instructions=tuple(applied), next_look_at=schedule.next_look_at(view, tx.now)
+    )
 
 
 def _apply(tx: Tx, step: Instruction) -> bool:
@@ -43,10 +54,10 @@ def _apply(tx: Tx, step: Instruction) -> bool:
         if lease.epoch != step.epoch or reason is None:
             return False
         # A lease nobody took up, or one held by name only, has no process to tear down.
-        leases.finish(tx, row, reason, step.reason, settled=lease.holder.pid == 0)
+        leases.finish(tx, row, reason, step.reason, settled=lease.holder.pid == 0, then_hand_out=False)
         return True
     if isinstance(step, Revoke):
-        if lease.epoch != step.epoch or lease.state is not LeaseState.ACTIVE:
+        if lease.epoch != step.epoch or lease.state is not LeaseState.ACTIVE or overdue(lease, tx.now):
             return False
         leases.begin_revoke(tx, row, step.end_reason, step.reason, step.deadline_at, "schedule")
         return True
@@ -57,7 +68,7 @@ def _apply(tx: Tx, step: Instruction) -> bool:
             leases.withdraw_offer(tx, lease, step.reason)
         return True
     assert isinstance(step, Drop)
-    leases.finish(tx, row, step.end_reason, step.reason, settled=True)
+    leases.finish(tx, row, step.end_reason, step.reason, settled=True, then_hand_out=False)
     return True
 
 

@@ -57,6 +57,7 @@ def policy_of(text: str) -> Policy:
 
 class Tx(Protocol):
     rings: set[str]  # topics to ring once the transaction is committed
+    again: bool  # an earlier try lost its connection: what it did may already be there
 
     def rows(self, sql: str, *params: object) -> list[Row]: ...
     def row(self, sql: str, *params: object) -> Row | None: ...

@@ -60,11 +60,12 @@ BEGIN
     IF NOT FOUND OR l.secret_hash <> p_secret_hash OR l.epoch <> p_epoch OR p_epoch <= 0 OR l.state <> 'active' THEN
         RETURN;
     END IF;
-    now_us := sublet_now();
+    -- Not before any time the ledger has lived through: a standby's clock may be behind.
+    SELECT greatest(clock_us, sublet_now()), waiting > 0 OR (policy::json ->> 'strict_hold')::boolean
+    INTO now_us, capped FROM pool WHERE id = 1;
     IF now_us >= l.expires_at THEN
         RETURN;
     END IF;
-    SELECT waiting > 0 OR (policy::json ->> 'strict_hold')::boolean INTO capped FROM pool WHERE id = 1;
     wanted := now_us + l.ttl_us;
     IF capped AND l.hold_cap_us > 0 THEN
         IF now_us >= l.granted_at + l.hold_cap_us THEN
@@ -237,14 +238,14 @@ BEGIN
         RETURN NULL;
     END IF;
     SELECT * INTO h FROM head WHERE job = p_job FOR UPDATE;
-    IF NOT FOUND OR h.version <> p_expected OR p_step <> h.step + 1 OR p_epoch < h.epoch THEN
+    IF NOT FOUND OR h.tenant <> l.tenant OR h.version <> p_expected OR p_step <> h.step + 1 OR p_epoch < h.epoch THEN
         RETURN NULL;
     END IF;
     SELECT * INTO e FROM effect WHERE key = p_key FOR UPDATE;
     IF FOUND AND (e.completed = 1 OR e.owner <> p_id OR e.fingerprint <> p_fingerprint) THEN
         RETURN NULL;
     END IF;
-    now_us := sublet_now();
+    SELECT greatest(clock_us, sublet_now()) INTO now_us FROM pool WHERE id = 1;
     IF NOT ((l.state = 'active' AND now_us < l.expires_at) OR (l.state = 'revoking' AND now_us < l.deadline_at)) THEN
         RETURN NULL;
     END IF;

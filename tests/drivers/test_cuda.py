@@ -1,0 +1,875 @@
+"""The CUDA driver over the pretended NVIDIA libraries of `shim/`: no GPU, and nothing of the driver replaced."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sublet.core.errors import BadInput, CompileFailed, MissingExtra
+from sublet.core.kernel import Scalar, f32, f64, i32, i64, u32, u64
+from sublet.drivers import cuda
+from sublet.drivers.cuda import CudaDriver, Memory, check_arguments, pack, read_signatures, source_kind
+from tests.conftest import need
+from tests.drivers.cuda_shim import (  # noqa: F401
+    PTX,
+    SHIM,
+    Ran,
+    Shim,
+    shim_fixture,
+    shim_libraries_fixture,
+)
+
+FIRST = "GPU-10213243-5465-7687-98a9-bacbdcedfe0f"
+SECOND = "GPU-20314253-6475-8697-a8b9-cadbecfd0e1f"
+GIB = 1 << 30
+
+
+# what needs no library at all
+
+
+@pytest.mark.parametrize(
+    ("args", "block", "offsets"),
+    [
+        ([], b"", ()),
+        (
+            [u64(42), u32(4), Memory(0x0102030405060708, 4)],
+            struct.pack("<QI4xQ", 42, 4, 0x0102030405060708),
+            (0, 8, 16),
+        ),
+        ([u32(1), f32(-0.0), u32(2)], struct.pack("<IfI", 1, -0.0, 2), (0, 4, 8)),
+        ([f32(0.1), f64(0.1)], struct.pack("<f4xd", 0.1, 0.1), (0, 8)),
+        ([i32(-1), i64(-1), i32(-2)], struct.pack("<i4xqi", -1, -1, -2), (0, 8, 16)),
+    ],
+    ids=["none", "recipe", "narrow", "reals", "signed"],
+)
+def test_arguments_are_as_wide_as_their_type_and_aligned_to_it(
+    args: list[Scalar | Memory], block: bytes, offsets: tuple[int, ...]
+) -> None:
+    assert pack(args) == (block, offsets)
+
+
+def test_a_source_is_known_by_its_content() -> None:
+    ptx = PTX.read_text()
+    assert source_kind(ptx) == source_kind(ptx.encode()) == "ptx"
+    assert source_kind("/* made\n by hand */ // twice\n .version 8.0\n.target sm_70\n") == "ptx"
+    assert source_kind(b"\x7fELF\x02\x01") == "cubin"
+    assert source_kind('// .version 8.0 .target\nextern "C" __global__ void f() {}') == "cuda-c"
+    for junk in (b"\xff\xfe\x00binary", "", " \n", b"\0"):
+        with pytest.raises(BadInput, match=r"neither PTX|empty"):
+            source_kind(junk)
+
+
+def test_signatures_are_read_from_ptx() -> None:
+    found = read_signatures("""
+        // .entry commented(.param .u32 a)
+        /* .entry commented_too() */
+        .version 8.3
+        .target sm_70
+        .func helper(.param .u32 a) { ret; }
+        .visible .entry plain(.param .u32 plain_0, .param .f64 plain_1) { ret; }
+        .weak .entry pointers(
+            .param .u64 .ptr .global .align 16 pointers_0, // the input
+            .param .align 8 .b8 pointers_1[24],
+            .param .b32 pointers_2
+        )
+        .maxntid 128, 1, 1
+        { ret; }
+        .entry bare { ret; }
+        .entry $odd%name() { ret; }
+    """)
+    assert {name: [(p.type, p.size) for p in params] for name, params in found.items()} == {
+        "plain": [("u32", 4), ("f64", 8)],
+        "pointers": [("u64", 8), ("b8[24]", 24), ("b32", 4)],
+        "bare": [],
+        "$odd%name": [],
+    }
+
+
+MEMORY = Memory(4096, 16)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "args", "words"),
+    [
+        ("train_step", [], "train_step takes 3 arguments, not 0: it takes (u64, u32, u64)"),
+        ("train_step", [u64(1), u32(1), MEMORY, u32(1)], "takes 3 arguments, not 4"),
+        ("train_step", [u32(1), u32(1), MEMORY], "argument 0 of train_step is u32, the kernel wants u64"),
+        ("train_step", [u64(1), u64(1), MEMORY], "argument 1 of train_step is u64, the kernel wants u32"),
+        (
+            "train_step",
+            [u64(1), MEMORY, u32(1)],
+            "argument 1 of train_step is a buffer, the kernel wants u32",
+        ),
+        ("train_step", [f64(1), u32(1), MEMORY], "argument 0 of train_step is f64, the kernel wants u64"),
+        ("saxpy", [u32(1), f64(1), MEMORY, MEMORY], "argument 1 of saxpy is f64, the kernel wants f32"),
+        ("saxpy", [u32(1), u32(1), MEMORY, MEMORY], "argument 1 of saxpy is u32, the kernel wants f32"),
+        ("saxpy", [f32(1), f32(1), MEMORY, MEMORY], "argument 0 of saxpy is f32, the kernel wants u32"),
+        ("fill64", [MEMORY, u32(1), MEMORY], "argument 0 of fill64 is a buffer, the kernel wants f64"),
+        ("takes_pair", [MEMORY, MEMORY], "argument 0 of takes_pair is a buffer, the kernel wants b8[16]"),
+    ],
+)
+def test_arguments_a_kernel_does_not_take(kernel: str, args: list[Scalar | Memory], words: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        check_arguments(kernel, read_signatures(PTX.read_text())[kernel], args)
+    assert words in refused.value.message
+    assert "it takes (" in refused.value.message
+
+
+def test_signed_numbers_go_where_ptx_says_unsigned() -> None:
+    """PTX of a compiler spells both the same."""
+    check_arguments("ramp", read_signatures(PTX.read_text())["ramp"], [i32(-1), i64(-1), u32(1), MEMORY])
+
+
+@pytest.mark.parametrize(
+    ("modules", "package"),
+    [(["pynvml"], "nvidia-ml-py"), (["cuda.bindings", "cuda.bindings.driver"], "cuda-bindings")],
+)
+def test_without_the_packages(shim: Shim, modules: list[str], package: str) -> None:
+    ran = shim.run(f"""
+        for name in {modules!r}:
+            sys.modules[name] = None
+        one = driver.probe("auto", "here"), driver.probe("", "here"), refused(driver.probe, "all", "here")
+        answer([*one, driver.used_bytes("{FIRST}", 0), refused(driver.open, "{FIRST}", 0, "L")])
+    """)
+    auto, empty, (kind, words, remedy), used, opening = ran.answer
+    assert (auto, empty, kind) == ([], [], "BadInput")
+    assert package in words
+    assert "pip install 'sublet[cuda]'" in words
+    assert remedy == "pip install 'sublet[cuda]'"
+    if package == "nvidia-ml-py":
+        assert used is None
+    else:
+        assert opening == ["MissingExtra", "the package cuda-bindings is not installed", remedy]
+
+
+def test_without_the_driver_libraries(shim: Shim, shim_libraries: Path, tmp_path: Path) -> None:
+    script = f"""
+        one = driver.probe("auto", "here"), refused(driver.probe, "all", "here"), refused(driver.probe, "0", "here")
+        answer([*one, driver.used_bytes("{FIRST}", 0), refused(driver.open, "{FIRST}", 0, "L")])
+    """
+    auto, every, first, used, _ = shim.run(script, nvml_error=9).answer
+    assert auto == []
+    assert every[:2] == [
+        "BadInput",
+        "SUBLET_DEVICES cuda:all cannot be used: NVML does not start: Driver Not Loaded (install the NVIDIA driver)",
+    ]
+    assert (first[0], used) == ("BadInput", None)
+    try:
+        ctypes.CDLL("libcuda.so.1")
+        pytest.skip("this machine has a real libcuda.so.1")
+    except OSError:
+        pass
+    shim.libraries = tmp_path / "few"
+    shim.libraries.mkdir()
+    auto, every, _, used, opening = shim.run(script).answer
+    assert (auto, every[0], used) == ([], "BadInput", None)
+    assert opening[0] == "DeviceFault"
+    assert opening[2] == "install or update the NVIDIA driver"
+    shutil.copy(shim_libraries / "libnvidia-ml.so.1", shim.libraries)
+    auto, every, *_ = shim.run(script).answer
+    assert auto == []
+    assert "libcuda.so.1 is missing" in every[1]
+
+
+# inventory
+
+
+def test_probe(shim: Shim) -> None:
+    ran = shim.run(f"""
+        def found(spec):
+            return [[d.id, d.driver, d.ordinal, d.name, d.capacity_bytes] for d in driver.probe(spec, "here")]
+        specs = "auto", "", "all", "0+1", "1,0", "1", "{SECOND}", "{SECOND}+0"
+        bad = "2", "0+0", "0+{FIRST}", "GPU-none", "x", "0+", "-1", "99999999999999999999"
+        answer([[found(s) for s in specs], [refused(driver.probe, s, "here") for s in bad]])
+    """)
+    first, second = [FIRST, "cuda", 0, "Shim GPU 0", GIB], [SECOND, "cuda", 1, "Shim GPU 1", GIB]
+    found, bad = ran.answer
+    assert found[:4] == [[first, second]] * 4
+    assert found[4:] == [[second, first], [second], [second], [second, first]]
+    assert all(kind == "BadInput" and "SUBLET_DEVICES" in words for kind, words, _ in bad), bad
+    assert "this host has 2 devices" in bad[0][1]
+    assert "twice" in bad[1][1]
+    assert "twice" in bad[2][1]
+    assert ran.log == ["nvmlInit"], "a warden starts NVML once, and CUDA never"
+
+
+def test_devices_that_cannot_be_leased_are_left_out(shim: Shim) -> None:
+    script = """
+        answer([[d.ordinal for d in driver.probe("auto", "here")], refused(driver.probe, "all", "here"),
+                refused(driver.probe, "1", "here"), [d.ordinal for d in driver.probe("0", "here")]])
+    """
+    auto, every, named, other = shim.run(script, mig=1).answer
+    assert (auto, other) == ([0], [0])
+    assert every[0] == named[0] == "BadInput"
+    assert "device 1: it is divided by MIG" in named[1]
+    auto, every, named, _ = shim.run(script, lost=1).answer
+    assert auto == [0]
+    assert "GPU is lost" in every[1]
+
+
+def test_a_host_without_devices(shim: Shim) -> None:
+    assert shim.run('answer([gpus(), driver.probe("auto", "here")])', devices=0).answer == [[], []]
+
+
+def test_an_older_driver_tells_the_size_too(shim: Shim) -> None:
+    sizes = shim.run("answer([d.capacity_bytes for d in gpus()])", no_memory_v2=1, devices=1).answer
+    assert sizes == [GIB + (16 << 20)]
+
+
+def test_a_device_is_found_by_its_uuid_whatever_cuda_counts(shim: Shim) -> None:
+    script = "s = opened(0); s.close(); s = opened(1); s.close()"
+    for settings in ({}, {"reversed": 1}):
+        log = shim.run(script, **settings).log
+        assert [line for line in log if line.startswith("context on")] == [
+            "context on GPU 0",
+            "context on GPU 1",
+        ]
+
+
+def test_a_device_that_is_hidden_from_the_process(shim: Shim) -> None:
+    ran = shim.run("answer(refused(opened, 1))", hide=1, CUDA_VISIBLE_DEVICES="0")
+    assert ran.answer[0] == "DeviceFault"
+    assert SECOND in ran.answer[1]
+    assert "CUDA_VISIBLE_DEVICES is '0'" in ran.answer[1]
+
+
+def test_a_driver_that_does_not_start(shim: Shim) -> None:
+    kind, words, _ = shim.run("answer(refused(opened))", init_error=100).answer
+    assert (kind, words) == (
+        "DeviceFault",
+        "cuInit failed: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected",
+    )
+    assert shim.run("answer(refused(opened))", init_error=803).answer[1] == "cuInit failed: CUDA error 803"
+
+
+# the recipe, and what the device reads
+
+RECIPE = """
+    s = opened()
+    batch = s.alloc(4)
+    s.write(batch, bytes([1, 2, 3, 254]))
+    module = s.load(PTX)
+    s.launch(module, "train_step", grid=(1, 1, 1), block=(1, 1, 1), args=[u64(42), u32(4), batch])
+    spent = s.sync()
+    out = s.read(batch)
+    s.unload(module)
+    s.free(batch)
+    tally = s.close()
+    answer([list(out), spent, tally.launches, tally.left_buffers, tally.left_modules, tally.problems])
+"""
+
+
+def test_the_recipe(shim: Shim) -> None:
+    """Allocate, write, load, launch with typed arguments, sync, read, unload, free: the device saw exactly that."""
+    ran = shim.run(RECIPE, kernel_us=2000)
+    out, spent, *rest = ran.answer
+    assert out == [43, 44, 45, 40]
+    assert 2000 <= spent < 2_000_000
+    assert rest == [1, 0, 0, []]
+    (launch,) = ran.launches
+    name, grid, block, step, n, pointer = launch.split()
+    assert (name, grid, block) == ("train_step", "1,1,1", "1,1,1")
+    assert (step, n) == ("0:2a00000000000000", "8:04000000")
+    assert pointer.startswith("16:")
+    assert len(pointer) == len("16:") + 16
+    assert ran.wrong == []
+    assert ran.log[-1] == "context destroyed"
+
+
+MARSHALLING = """
+    s = opened()
+    x, y, out = s.alloc(16), s.alloc(16), s.alloc(32)
+    assert s.read(x) == bytes(16), "memory is zeroed"
+    module = s.load(PTX)
+    s.write(x, struct.pack("<4f", 1, 2, 3, 4))
+    s.write(y, struct.pack("<4f", 10, 20, 30, 40))
+    s.launch(module, "saxpy", block=4, args=[u32(4), f32(0.5), x, y])
+    s.sync()
+    results = [list(struct.unpack("<4f", s.read(y)))]
+    s.launch(module, "fill64", args=[f64(0.1), u32(3), out])
+    results.append(list(struct.unpack("<3d", s.read(out, 24))))
+    s.launch(module, "ramp", args=[i32(-2), i64(-(2**40)), u32(4), out])
+    results.append(list(struct.unpack("<4q", s.read(out))))
+    mixed = [u32(0xDEADBEEF), u64(2**63 + 1), i32(-5), f32(1.5), f64(-0.1), out]
+    s.launch(module, "mixed", grid=(3, 2), block=(4, 2, 2), args=mixed)
+    results.append(s.read(out) == struct.pack("<IQiifd", 0xDEADBEEF, 2**63 + 1, -5, 0, 1.5, -0.1))
+    for step in (2**64 - 1, 0, 1 << 63):
+        s.launch(module, "train_step", args=[u64(step), u32(1), x])
+    s.launch(module, "nothing")
+    s.sync()
+    s.close()
+    answer(results)
+"""
+
+
+def assert_marshalled(ran: Ran) -> None:
+    saxpy, fill, ramp, mixed = ran.answer
+    assert saxpy == [10.5, 21.0, 31.5, 42.0]
+    assert fill == [0.1] * 3
+    assert ramp == [-(2**40) - 2 * i for i in range(4)]
+    assert mixed is True
+    assert ran.wrong == []
+    seen = [launch.split() for launch in ran.launches]
+    # Where each argument begins is as wide as the ones before it, to the byte.
+    assert [[a.split(":")[0] for a in s[3:]] for s in seen[:4]] == [
+        ["0", "4", "8", "16"],
+        ["0", "8", "16"],
+        ["0", "8", "16", "24"],
+        ["0", "8", "16", "20", "24", "32"],
+    ]
+    assert seen[0][3:5] == ["0:04000000", "4:0000003f"]
+    assert seen[2][3:6] == ["0:feffffff", "8:0000000000ffffff", "16:04000000"]
+    assert seen[3][1:3] == ["3,2,1", "4,2,2"]
+    assert [s[3] for s in seen[4:7]] == ["0:" + "ff" * 8, "0:" + "00" * 8, "0:" + "00" * 7 + "80"]
+    assert seen[7] == ["nothing", "1,1,1", "1,1,1"]
+
+
+def test_every_type_arrives_bit_exact(shim: Shim) -> None:
+    assert_marshalled(shim.run(MARSHALLING))
+
+
+MUTANTS = {
+    "order swapped": ("for arg in args:\n        value", "for arg in reversed(args):\n        value"),
+    "u32 as eight bytes": (
+        "arg.encoded() if isinstance(arg, Scalar)",
+        "arg.encoded().ljust(8 if arg.kind == 'u32' else 4, b'\\0') if isinstance(arg, Scalar)",
+    ),
+    "f32 as f64": (
+        "arg.encoded() if isinstance(arg, Scalar)",
+        "(Scalar('f64', arg.value) if arg.kind == 'f32' else arg).encoded() if isinstance(arg, Scalar)",
+    ),
+    "values for addresses": (
+        "*(base + offset for offset in offsets)",
+        "*(int.from_bytes(packed[o : o + 8], 'little') for o in offsets)",
+    ),
+    "values for the array": ("ctypes.addressof(pointers), 0", "base, 0"),
+    "one address for all": ("*(base + offset for offset in offsets)", "*(base for offset in offsets)"),
+    "no alignment": ("bytes(-len(block) % len(value))", "b''"),
+    "pointer big-endian": ('to_bytes(8, "little")', 'to_bytes(8, "big")'),
+    "size for address": ("arg.address.to_bytes", "arg.size.to_bytes"),
+    "grid and block swapped": ("function, *grid, *block", "function, *block, *grid"),
+    "memory not zeroed": ('self._api.do("cuMemsetD8", pointer, 0, size)', "pass"),
+    "one byte not zeroed": ("pointer, 0, size)", "pointer, 0, size - 1)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_marshalling_is_noticed(shim: Shim, tmp_path: Path, name: str) -> None:
+    """The test above must fail for each way of getting it wrong: it is the only proof short of a GPU."""
+    right, wrong = MUTANTS[name]
+    text = Path(cuda.__file__).read_text()
+    assert text.count(right) == 1, right
+    for folder in ("sublet", "sublet/drivers"):
+        (tmp_path / folder).mkdir()
+        for part in (shim.source / folder).iterdir():
+            if part.name not in ("drivers", "cuda.py", "__pycache__"):
+                (tmp_path / folder / part.name).symlink_to(part)
+    (tmp_path / "sublet/drivers/cuda.py").write_text(text.replace(right, wrong))
+    shim.source = tmp_path
+    ran = shim.run(MARSHALLING, may_fail=True)
+    assert not any(word in ran.error for word in ("SyntaxError", "NameError", "ImportError")), ran.error
+    with pytest.raises(AssertionError):
+        assert_marshalled(ran)
+
+
+def test_partial_copies(shim: Shim) -> None:
+    ran = shim.run("""
+        s = opened()
+        batch = s.alloc(10)
+        s.write(batch, b"abc", offset=4)
+        s.write(batch, memoryview(bytearray(b"-xyz-"))[1:4], offset=7)
+        answer([s.read(batch, 5, offset=3).hex(), s.read(batch).hex(), s.read(batch, 0, offset=10).hex()])
+        s.close()
+    """)
+    assert ran.answer == [b"\0abcx".hex(), b"\0\0\0\0abcxyz".hex(), ""]
+    assert ran.wrong == []
+
+
+def test_device_time_is_the_kernels(shim: Shim) -> None:
+    ran = shim.run(
+        """
+        s = opened()
+        module = s.load(PTX)
+        times = [s.sync()]
+        for _ in range(5):
+            s.launch(module, "nothing")
+        times += [s.sync(), s.sync()]
+        s.close()
+        answer(times)
+        """,
+        kernel_us=3000,
+    )
+    none, five, again = ran.answer
+    assert (none, again) == (0, 0)
+    assert 15_000 <= five < 1_000_000
+    assert ran.wrong == []
+
+
+def test_launches_without_a_sync_reuse_their_events(shim: Shim) -> None:
+    ran = shim.run(
+        """
+        s = opened()
+        module = s.load(PTX)
+        for _ in range(1300):
+            s.launch(module, "nothing")
+        spent = s.sync()
+        context = s._context
+        answer([spent, len(context._idle)])
+        s.close()
+        """,
+        kernel_us=1,
+    )
+    spent, pairs = ran.answer
+    assert spent >= 1300
+    assert pairs <= 520
+    assert ran.wrong == []
+
+
+# errors leave the session usable
+
+GOES_ON = """
+    s.launch(module, "train_step", args=[u64(1), u32(4), batch])
+    s.sync()
+    answer([*found, list(s.read(batch))])
+    s.close()
+"""
+
+
+def test_wrong_launches_are_refused_before_the_device_hears_of_them(shim: Shim) -> None:
+    ran = shim.run(
+        """
+    s = opened()
+    batch, module, cubin = s.alloc(4), s.load(PTX), s.load(CUBIN)
+    found = [
+        refused(s.launch, module, "train_stop"),
+        refused(s.launch, cubin, "train_stop"),
+        refused(s.launch, module, "train_step", args=[u64(1), u32(4)]),
+        refused(s.launch, cubin, "train_step", args=[u64(1), u32(4)]),
+        refused(s.launch, cubin, "train_step", args=[u64(1), u64(4), batch]),
+        refused(s.launch, cubin, "train_step", args=[u64(1), u32(4), batch, batch]),
+        refused(s.launch, cubin, "takes_pair", args=[batch, batch]),
+        refused(s.launch, module, "nothing", block=(1025,)),
+        refused(s.launch, module, "nothing", grid=(1, 70000)),
+    ]"""
+        + GOES_ON
+    )
+    *found, out = ran.answer
+    known = "it has count, fill64, mixed, nothing, ramp, saxpy, takes_pair, train_step"
+    words = [
+        f"the module has no kernel 'train_stop'; {known}",
+        f"the module has no kernel 'train_stop'; {known}",
+        "train_step takes 3 arguments, not 2: it takes (u64, u32, u64)",
+        "train_step takes 3 arguments, not 2: it takes (b64, b32, b64)",
+        "argument 1 of train_step is u64, the kernel wants b32: it takes (b64, b32, b64)",
+        "train_step takes 3 arguments, not 4: it takes (b64, b32, b64)",
+        "argument 0 of takes_pair is a buffer, the kernel wants b8[16]: it takes (b8[16], b64)",
+        "the device cannot launch nothing as grid (1, 1, 1) of block (1025, 1, 1): "
+        "CUDA_ERROR_INVALID_VALUE: invalid argument",
+        "the device cannot launch nothing as grid (1, 70000, 1) of block (1, 1, 1): "
+        "CUDA_ERROR_INVALID_VALUE: invalid argument",
+    ]
+    assert [f[:2] for f in found] == [["BadInput", w] for w in words]
+    assert out == [1, 1, 1, 1]
+    assert len(ran.launches) == 1
+    assert ran.wrong == []
+
+
+def test_a_cubin_under_a_driver_that_cannot_describe_it(shim: Shim) -> None:
+    ran = shim.run(
+        """
+    s = opened()
+    batch, module = s.alloc(4), s.load(CUBIN)
+    found = [refused(s.launch, module, "train_stop")]"""
+        + GOES_ON,
+        old=1,
+    )
+    assert ran.answer[0][1] == "the module has no kernel 'train_stop'; it has none"
+    assert ran.answer[1] == [1, 1, 1, 1]
+
+
+def test_code_the_device_does_not_take(shim: Shim) -> None:
+    ran = shim.run(
+        """
+    s = opened()
+    batch, module = s.alloc(4), s.load(PTX)
+    found = [
+        refused(s.load, ".version 8.0\\n.target sm_70\\n.visible .entry f() {"),
+        refused(s.load, b"\\x7fELF broken"),
+        refused(s.load, b"\\xff\\xff"),
+        refused(s.load, ""),
+    ]"""
+        + GOES_ON
+    )
+    broken, cubin, junk, empty, out = ran.answer
+    assert broken[0] == cubin[0] == "CompileFailed"
+    assert "CUDA_ERROR_INVALID_PTX" in broken[1]
+    assert "ptxas application ptx input: fatal" in broken[1], "the assembler's log is shown"
+    assert "CUDA_ERROR_INVALID_IMAGE" in cubin[1]
+    assert (junk[0], empty[0]) == ("BadInput", "BadInput")
+    assert out == [1, 1, 1, 1]
+    assert ran.wrong == []
+
+
+def test_more_memory_than_the_device_has(shim: Shim) -> None:
+    ran = shim.run(
+        """
+    s = opened(quota=1 << 40)
+    batch, module = s.alloc(4), s.load(PTX)
+    found = [refused(s.alloc, 1 << 20), s.used_bytes]"""
+        + GOES_ON,
+        memory=1 << 20,
+    )
+    (kind, words, _), used, out = ran.answer
+    assert kind == "OutOfMemory"
+    assert words == "the device has not 1MiB left: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
+    assert (used, out) == (4, [1, 1, 1, 1])
+    assert ran.wrong == []
+
+
+def test_the_lease_ends(shim: Shim) -> None:
+    ran = shim.run("""
+        s = opened()
+        batch, module = s.alloc(4), s.load(PTX)
+        lease.held = False
+        lost = [refused(s.launch, module, "nothing")[0], refused(s.alloc, 4)[0], refused(s.sync)[0]]
+        s.free(batch)
+        answer([lost, s.close().problems])
+    """)
+    assert ran.answer == [["LeaseLost"] * 3, []]
+    assert ran.wrong == []
+
+
+def test_what_the_program_left_is_freed(shim: Shim) -> None:
+    ran = shim.run("""
+        with opened() as s:
+            buffers = [s.alloc(100) for _ in range(3)]
+            module = s.load(PTX)
+            s.launch(module, "train_step", args=[u64(1), u32(4), buffers[0]])
+        t = s.tally
+        answer([t.left_buffers, t.left_bytes, t.left_modules, t.problems, driver.used_bytes(s.device_id, 0)])
+    """)
+    assert ran.answer == [3, 300, 1, [], 0]
+    assert ran.wrong == []
+    assert "context destroyed" in ran.log
+
+
+# a device that fails
+
+
+def test_a_kernel_that_never_ends(shim: Shim) -> None:
+    """A real driver would wait for it in every later call; none is made, and the process can end."""
+    begun = time.monotonic()
+    ran = shim.run(
+        """
+        s = opened(watchdog_us=100_000)
+        batch, module = s.alloc(4096), s.load(PTX)
+        s.launch(module, "nothing")
+        begun = time.monotonic()
+        first = refused(s.sync)
+        took = time.monotonic() - begun
+        after = refused(s.read, batch), refused(s.sync)
+        tally = s.close()
+        answer([first, took, after, tally.left_buffers, tally.problems, driver.used_bytes(s.device_id, 0)])
+        """,
+        wedge="nothing",
+    )
+    assert time.monotonic() - begun < 20
+    first, took, after, left, problems, held = ran.answer
+    assert first[:2] == ["KernelTimeout", "a kernel ran longer than 100ms"]
+    assert 0.1 <= took < 5
+    assert [a[0] for a in after] == ["DeviceFault"] * 2
+    assert left == 1
+    assert sum("only the end of this process" in p for p in problems) == 3, "buffer, module, context"
+    assert held == 4096
+    assert ran.wrong == []
+    assert shim.run("answer(driver.used_bytes(gpus()[0].id, 0))").answer == 0
+
+
+def test_a_kernel_that_crashes(shim: Shim) -> None:
+    ran = shim.run(
+        """
+        s = opened()
+        batch, module = s.alloc(4), s.load(PTX)
+        found = []
+        try:
+            s.launch(module, "nothing")
+            s.sync()
+        except DeviceFault as e:
+            found = [type(e).__name__, e.message, e.remedy]
+        answer([found, refused(s.alloc, 4), s.close().problems])
+        """,
+        crash="nothing",
+    )
+    (kind, words, remedy), after, problems = ran.answer
+    assert kind == "DeviceFault"
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered" in words
+    assert remedy == "end this process: its context on the device is lost"
+    assert after[0] == "DeviceFault"
+    assert len(problems) == 2, "the buffer and the module; the context went"
+    assert ran.wrong == ["leak 1 buffers 1 modules 0 events"], "what a broken context can no longer free"
+
+
+def test_a_kernel_out_of_its_buffer(shim: Shim) -> None:
+    ran = shim.run("""
+        s = opened()
+        batch, module = s.alloc(4), s.load(PTX)
+        try:
+            s.launch(module, "train_step", args=[u64(1), u32(5), batch])
+            s.sync()
+        except DeviceFault as e:
+            answer(e.message)
+    """)
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in ran.answer
+    assert ran.wrong == ["FAULT train_step: 5 bytes are out of range"]
+
+
+# memory, seen from outside
+
+HOLD = """
+    s = opened({which})
+    batch = s.alloc({size})
+    answer(os.getpid())
+    sys.stdin.readline()
+    s.close()
+"""
+LOOK = f'answer([driver.used_bytes("{FIRST}", 0), driver.used_bytes("{SECOND}", 1)])'
+
+
+@pytest.mark.parametrize("leak", [False, True])
+def test_a_killed_process_gives_its_memory_back(shim: Shim, leak: bool) -> None:
+    """Before it is waited for. With a device that leaks, its warden sees that it does."""
+    settings = {"leak": 1} if leak else {}
+    with (
+        shim.start(HOLD.format(which=0, size=4096)) as one,
+        shim.start(HOLD.format(which=0, size=100)) as two,
+    ):
+        assert one.stdout is not None
+        assert two.stdout is not None
+        one.stdout.readline()
+        two.stdout.readline()
+        assert shim.run(LOOK, **settings).answer == [4196, 0]
+        assert (
+            shim.run("answer(refused(opened(quota=1 << 40).alloc, 5000)[0])", memory=8000).answer
+            == "OutOfMemory"
+        )
+        one.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while (seen := shim.run(LOOK, **settings).answer) != [100, 0] and not leak:
+            assert time.monotonic() < deadline
+        assert seen == ([4196, 0] if leak else [100, 0])
+        two.communicate("\n")
+    assert shim.run(LOOK, **settings).answer == ([4096, 0] if leak else [0, 0])
+
+
+def test_memory_nobody_accounts_for(shim: Shim) -> None:
+    ran = shim.run(
+        f"""
+        s = opened()
+        s.alloc(100)
+        answer([driver.used_bytes("{FIRST}", 0), refused(driver.used_bytes, "GPU-none", 0)])
+        s.close()
+        """,
+        no_accounting=1,
+    )
+    assert ran.answer[0] is None
+    assert ran.answer[1][:2] == ["DeviceFault", "NVML cannot say what GPU-none holds: Not Found"]
+
+
+def test_nvml_is_started_again_after_a_fork(shim: Shim) -> None:
+    ran = shim.run("""
+        gpus(); gpus()
+        pid = os.fork()
+        if pid == 0:
+            gpus(); gpus()
+            os._exit(0)
+        os.waitpid(pid, 0)
+    """)
+    assert ran.log == ["nvmlInit"] * 2
+
+
+# threads and other users of CUDA in the process
+
+
+def test_the_thread_s_current_context_is_left_alone(shim: Shim) -> None:
+    ran = shim.run("""
+        import threading
+        from cuda.bindings import driver as raw
+        raw.cuInit(0)
+        _, mine = raw.cuCtxCreate(None, 0, 0)
+        def current():
+            return int(raw.cuCtxGetCurrent()[1])
+        seen = []
+        s = opened()
+        seen.append(current() == int(mine))
+        batch, module = s.alloc(4), s.load(PTX)
+        refused(s.launch, module, "none")
+        seen.append(current() == int(mine))
+        def elsewhere():
+            s.launch(module, "train_step", args=[u64(1), u32(4), batch])
+            seen.append((s.sync() >= 0, list(s.read(batch)), current()))
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        s.close()
+        seen.append(current() == int(mine))
+        answer(seen)
+    """)
+    assert ran.answer == [True, True, [True, [1, 1, 1, 1], 0], True]
+    assert ran.wrong == []
+
+
+def test_two_devices_in_one_process(shim: Shim) -> None:
+    ran = shim.run(f"""
+        a, b = opened(0), opened(1)
+        for s, n in ((a, 4), (b, 8)):
+            batch, module = s.alloc(n), s.load(PTX)
+            s.launch(module, "train_step", args=[u64(n), u32(n), batch])
+            s.sync()
+            answer(list(s.read(batch)))
+        {LOOK}
+        a.close(); b.close()
+    """)
+    assert ran.answers == [[4] * 4, [8] * 8, [4, 8]]
+    assert ran.wrong == []
+
+
+# the shim itself: it must notice what it is there to notice
+
+
+NOTICED = {
+    "c.free(b); c.free(b)": "cuMemFree: freed before",
+    "c.free(b); c.read(b, 0, 1)": "cuMemcpyDtoH: the memory was freed",
+    "c.read(b, 0, 17)": "cuMemcpyDtoH: 17 bytes are out of range",
+    "c.write(b, 12, memoryview(b'12345'))": "cuMemcpyHtoD: 5 bytes are out of range",
+    "c.unload(m); c.unload(m)": "cuModuleUnload: the handle was destroyed",
+    "c.unload(m); c.launch(m, 'nothing', one, one, [])": "cuModuleGetFunction: the handle was destroyed",
+    "c.launch(m, 'nothing', one, one, []); f = dict(m.functions); c.unload(m); m.functions.update(f); "
+    "c.launch(m, 'nothing', one, one, [])": "cuLaunchKernel: the handle was destroyed",
+    "c.free(b); c.launch(m, 'count', one, one, [b])": "count: the memory was freed",
+    "c.launch(m, 'count', one, one, [u64(123)])": "count: 7b is not device memory",
+    "c.close(); c.alloc(1)": "cuCtxPushCurrent: the handle was destroyed",
+    "c._api.do('cuMemAlloc', 1)": "cuMemAlloc without a current context",
+    "d.free(b)": "cuMemFree: memory of another context",
+}
+
+
+def test_the_shim_notices(shim: Shim) -> None:
+    ran = shim.run(f"""
+        one = (1, 1, 1)
+        for script in {list(NOTICED)!r}:
+            c, d = (driver.open(gpus()[0].id, 0, "L") for _ in range(2))
+            b, m = c.alloc(16), c.load(PTX)
+            begun = os.path.getsize(os.environ["SHIM_LOG"])
+            kind = refused(exec, script)[0]
+            said = open(os.environ["SHIM_LOG"]).read()[begun:].splitlines()
+            answer([kind, [line for line in said if line.startswith("FAULT")]])
+    """)
+    for (script, fault), (kind, said) in zip(NOTICED.items(), ran.answers, strict=True):
+        assert kind in ("DeviceFault", "BadInput"), script
+        assert said == [f"FAULT {fault}"], script
+
+
+def test_the_shim_notices_a_missing_init_and_leaks(shim: Shim) -> None:
+    ran = shim.run("""
+        from sublet.drivers.cuda import _Api
+        early = refused(_Api().do, "cuDeviceGetCount")
+        c = driver.open(gpus()[0].id, 0, "L")
+        c.alloc(16), c.load(PTX)
+        c.close()
+        answer(early)
+    """)
+    assert "CUDA_ERROR_NOT_INITIALIZED" in ran.answer[1]
+    assert ran.wrong == ["FAULT cuDeviceGetCount before cuInit", "leak 1 buffers 1 modules 0 events"]
+
+
+# CUDA C
+
+
+@pytest.fixture(scope="module", name="nvrtc")
+def nvrtc_fixture() -> None:
+    """A real compiler, without a GPU."""
+    try:
+        cuda.compile_cuda_c("", "sm_75")
+    except MissingExtra:
+        need(False, "nvidia-cuda-nvrtc")
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_the_kernels_compile_to_the_ptx_beside_them() -> None:
+    ptx, cubin = cuda.compile_cuda_c((SHIM / "kernels.cu").read_text(), "sm_75")
+    assert source_kind(ptx) == "ptx"
+    assert source_kind(cubin) == "cubin"
+    assert read_signatures(ptx.decode()) == read_signatures(PTX.read_text())
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_cuda_c_that_does_not_compile_shows_the_log() -> None:
+    with pytest.raises(CompileFailed) as refused:
+        cuda.compile_cuda_c('extern "C" __global__ void f(int *x) { *x = missing; }', "sm_75")
+    assert 'kernel.cu(1): error: identifier "missing" is undefined' in refused.value.message
+    with pytest.raises(CompileFailed, match="sm_1"):
+        cuda.compile_cuda_c("", "sm_1")
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_cuda_c_end_to_end(shim: Shim) -> None:
+    ran = shim.run(f"""
+        s = opened()
+        module = s.load(open({str(SHIM / "kernels.cu")!r}).read())
+        batch = s.alloc(4)
+        s.launch(module, "train_step", args=[u64(42), u32(4), batch])
+        s.sync()
+        mangled = s.load(b"__global__ void step(int *x) {{ *x = 1; }}")
+        answer([list(s.read(batch)), refused(s.launch, module, "train_step", args=[u32(1)]),
+                refused(s.launch, mangled, "step"), refused(s.load, "int f( {{")])
+        s.close()
+    """)
+    out, count, mangled, broken = ran.answer
+    assert out == [42] * 4
+    assert count[:2] == ["BadInput", "train_step takes 3 arguments, not 1: it takes (u64, u32, u64)"]
+    assert mangled[1] == "the module has no kernel 'step'; it has _Z4stepPi"
+    assert mangled[2].startswith('declare it extern "C" __global__ void step(')
+    assert broken[0] == "CompileFailed"
+    assert "kernel.cu(1): error" in broken[1]
+    assert ran.wrong == []
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_a_compiler_newer_than_the_driver(shim: Shim) -> None:
+    """Its PTX is refused, so its machine code is given; which the shim recognises, and cannot run."""
+    ran = shim.run("answer(refused(opened().load, 'extern \"C\" __global__ void f() {}'))", ptx_max=100)
+    assert "a cubin of a real compiler" in ran.log
+    assert "CUDA_ERROR_INVALID_IMAGE" in ran.answer[1]
+
+
+def test_cuda_c_without_a_compiler(shim: Shim) -> None:
+    ran = shim.run("""
+        sys.modules["cuda.bindings.nvrtc"] = None
+        s = opened()
+        answer([refused(s.load, "__global__ void f() {}"), s.load(PTX).number > 0])
+    """)
+    (kind, words, remedy), loaded = ran.answer
+    assert kind == "MissingExtra"
+    assert "nvidia-cuda-nvrtc" in words
+    assert remedy.startswith("pip install nvidia-cuda-nvrtc")
+    assert loaded
+
+
+def test_what_it_can() -> None:
+    can = CudaDriver().capabilities()
+    assert (can.sources, can.measures_memory) == (("ptx", "cubin", "cuda-c"), True)
+
+
+def test_importing_it_needs_nothing() -> None:
+    code = (
+        "import sys, sublet.drivers.cuda; assert not {'pynvml', 'cuda', 'cuda.bindings'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
