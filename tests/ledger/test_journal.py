@@ -147,9 +147,6 @@ def test_a_sealed_job_that_went_on_is_fine(busy: Rig) -> None:
     assert busy.faults() == []
 
 
-# BUG: a seal holds how long each job's strand was, not its hash (core/journal.py says it carries the last hash). After a
-# seal the whole strand can be written anew, hashes and head included, and nothing shows.
-@pytest.mark.xfail(strict=True, reason="BUG: a seal does not pin the hash of a job's strand")
 def test_a_job_rewritten_after_a_seal_is_named(busy: Rig) -> None:
     busy.ledger.seal()
     [(previous,)] = busy.sql("SELECT strand_anchor FROM head WHERE job = 'train'")
@@ -163,9 +160,6 @@ def test_a_job_rewritten_after_a_seal_is_named(busy: Rig) -> None:
     assert busy.faults() != []
 
 
-# BUG: a job whose head and strand are both removed before the first seal is not missed, although the main strand says
-# `job.started`. For leases the same is named.
-@pytest.mark.xfail(strict=True, reason="BUG: a job can vanish between two seals")
 def test_a_job_that_vanished_is_named(busy: Rig) -> None:
     busy.sql("DELETE FROM head")
     busy.sql("DELETE FROM journal WHERE strand = 'job:train'")

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from sublet.core.device import Exclusivity
 from sublet.core.effect import Committed, Duplicate
-from sublet.core.errors import Fenced, HeadMoved, LeaseLost, NoCapacity, QuotaReached, Refused
+from sublet.core.errors import Fenced, HeadMoved, LeaseLost, NoCapacity, NotFound, QuotaReached, Refused
 from sublet.core.lease import EndReason, Tier
 from sublet.ports.ledger import LeaseKey
 from sublet.ports.processes import Receipt
@@ -199,6 +199,11 @@ class Life(RuleBasedStateMachine):
         step = max(1, len(done) + 1 + skip)
         before = self.now()
         live = h.state in ("active", "revoking") and not h.overdue(before)
+        if done and self.model.leases[done[0]].tenant != h.tenant:
+            with pytest.raises((NotFound, Fenced)):  # T1: another tenant's job
+                self.rig.ledger.commit(self.key(h), a_step(step, job=job))
+            assert self.rig.ledger.head(job).step == len(done)
+            return
         try:
             answer = self.rig.ledger.commit(self.key(h), a_step(step, job=job))
         except Fenced:

@@ -223,9 +223,6 @@ def _watched(call: Callable[..., Any], seen: list[str]) -> Callable[..., Any]:
     return watched
 
 
-# BUG: `sublet_renew` and `sublet_commit` read the server's clock without the pool's high-water mark, so after a failover to
-# a server whose clock is behind, a lease that was over is renewed, and commits. The generic verbs refuse (L3, L4).
-@pytest.mark.xfail(strict=True, reason="BUG: hot renew and commit ignore pool.clock_us")
 @pytest.mark.parametrize("verb", ["renew", "commit"])
 def test_a_server_whose_clock_is_behind_revives_nothing(ready: Rig, verb: str) -> None:
     held = ready.ask(10)
@@ -319,10 +316,6 @@ def test_a_generic_verb_that_waited_for_the_pool_past_expiry_is_refused(ready: R
     assert isinstance(answer, LeaseLost | Stale), answer
 
 
-# BUG: the generic verbs read the clock when they get the pool's lock and then wait for the lease's row with that time in
-# hand (`PostgresTx.pool` keeps it, `locked` does not ask again). A lease that expires in that wait is renewed, its first
-# step is committed, its effect reserved: INVARIANTS fact 1 (L3, S2).
-@pytest.mark.xfail(strict=True, reason="BUG: generic verbs read the clock before the lease row's lock")
 @pytest.mark.parametrize("verb", ["renew", "commit", "reserve"])
 def test_a_generic_verb_that_waited_for_the_lease_past_expiry_is_refused(ready: Rig, verb: str) -> None:
     held = ready.ask(10, ttl_us=SHORT)
@@ -490,9 +483,6 @@ def test_idle_connections_that_were_cut_are_replaced(ready: Rig) -> None:
     assert ready.faults() == []
 
 
-# BUG: the server's words for it (IdleInTransactionSessionTimeout) are an InternalError to psycopg, not an OperationalError, so
-# they are neither translated nor run again: the bare psycopg error reaches the caller.
-@pytest.mark.xfail(strict=True, reason="BUG: psycopg.errors.IdleInTransactionSessionTimeout gets out")
 def test_a_client_that_stops_inside_a_transaction(ready: Rig) -> None:
     """The server ends its session, so that others go on; when it wakes, its verb is run again and done once."""
     held = ready.ask(10)
@@ -531,8 +521,6 @@ def test_an_acquire_whose_answer_was_lost_is_granted_once(ready: Rig) -> None:
     assert ready.ledger.tenant("ada").live_leases == 1
 
 
-# BUG: the engine runs a verb again when its answer was lost, and these are not idempotent: the second run says it failed.
-@pytest.mark.xfail(strict=True, reason="BUG: verbs that are run again are not all idempotent")
 @pytest.mark.parametrize("verb", ["add_tenant", "remove_tenant", "accept"])
 def test_a_verb_whose_answer_was_lost_still_succeeds(ready: Rig, verb: str) -> None:
     ready.ask(100)
@@ -652,8 +640,6 @@ def test_bad_addresses(postgres_server: Any) -> None:
         open_ledger(postgres_server.url.replace("/postgres?", "/nowhere?"), HostClock())
 
 
-# BUG: text that PostgreSQL cannot store (a NUL) comes back as a bare psycopg.DataError; SQLite stores it.
-@pytest.mark.xfail(strict=True, reason="BUG: psycopg.DataError gets out")
 def test_text_the_server_cannot_store_is_bad_input(ready: Rig) -> None:
     held = ready.ask(10)
     with pytest.raises(SubletError):

@@ -135,9 +135,6 @@ def test_a_foreign_database_is_refused_untouched(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-# BUG: a foreign database that happens to have a table called `meta` passes for an empty or broken ledger; what comes out is
-# a bare apsw.SQLError (or ValueError), not ours. The same for a ledger whose schema_version row is missing.
-@pytest.mark.xfail(strict=True, reason="BUG: a foreign table called meta is taken for ours")
 @pytest.mark.parametrize(
     "table",
     [
@@ -331,9 +328,6 @@ def _insert_then_raise(tx: Any) -> None:
     raise ZeroDivisionError
 
 
-# BUG: inside the combiner an error of one job is caught before it is translated, so what the caller gets depends on how
-# many threads are writing: InvariantBroken alone, a bare apsw.ConstraintError among others.
-@pytest.mark.xfail(strict=True, reason="BUG: the combiner lets foreign errors out")
 def test_errors_are_ours_in_the_combiner_too(ready: Rig) -> None:
     def impossible(tx: Any) -> None:
         tx.run("UPDATE device SET free_bytes = -1")
