@@ -230,3 +230,36 @@ def test_a_warden_never_ends_itself_or_init() -> None:
     processes = HostProcesses("here")
     assert not processes.end(processes.identify(os.getpid()), 0).proven
     assert not processes.end(processes.identify(1), 0).proven
+
+
+def test_a_waiter_that_died_and_was_granted_meanwhile_is_not_forgotten(sqlite_home: Home) -> None:
+    """The warden reads it as a waiter; before it can say so, somebody's release grants it. It must end all the same."""
+    from sublet.core.lease import Request
+    from sublet.core.tenancy import Tenant
+
+    ledger = ledger_of(sqlite_home)
+    host = sqlite_home.settings["host"]
+    ledger.add_tenant(Tenant(name="t"), actor="test")
+    ledger.report_host(host, wiring.find_host_devices(sqlite_home.settings))
+    processes = HostProcesses(host)
+    sleeper = subprocess.Popen(["sleep", "60"])
+    whole = Request(tenant="t", vram_bytes=16 << 30, ttl_us=600_000_000, host=host)
+    me = processes.identify(os.getpid())
+    ledger.acquire("Lfirst", "s", whole, me)
+    waiting = ledger.acquire("Lsecond", "s", whole, processes.identify(sleeper.pid))
+    assert waiting.lease.state is LeaseState.WAITING
+    warden = wiring.make_warden(sqlite_home.settings, idle_exit_us=None, log=lambda line: None)
+    warden._refresh()
+    sleeper.kill()
+    sleeper.wait()
+    warden._shared.watched["Lsecond"].gone = True
+    ledger.release("Lfirst", "s")  # the dead waiter is granted here, behind the warden's back
+    assert ledger.look("Lsecond").lease.state is LeaseState.ACTIVE
+    for _ in range(3):
+        warden._end_the_gone()
+        warden._settle()
+        warden._refresh()
+    ended = ledger.look("Lsecond").lease
+    assert ended.settled_at
+    assert ended.reason is EndReason.HOLDER_LOST
+    assert ledger.devices()[0].leases == 0

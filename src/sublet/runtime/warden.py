@@ -265,6 +265,11 @@ class Warden:
             self._ledger.settle(lease.id, lease.epoch, settlement.receipt)
             with self._lock:
                 self._shared.unsettled.pop(lease.id, None)
+                # Forget what was known of it. If the row says otherwise by now (a waiter that died was granted meanwhile),
+                # the next look starts afresh instead of believing that it was dealt with.
+                watched = self._shared.watched.pop(lease.id, None)
+            if watched is not None:
+                self._drop(watched)
 
     def _refresh(self) -> None:
         """Run the schedule if there is anything to schedule, then read what this host must enforce."""
