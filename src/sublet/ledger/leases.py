@@ -37,6 +37,7 @@ from sublet.core.lease import (
     Request,
     Tier,
     after,
+    changed,
     overdue,
 )
 from sublet.core.lease import (
@@ -214,7 +215,7 @@ def _recent_preemptions(tx: Tx, request: Request, now: int) -> int:
 def _granted(tx: Tx, lease: Lease, decision: Grant | Offer, *, claimed: bool) -> Lease:
     now = tx.now
     ttl = lease.request.ttl_us
-    return replace(
+    return changed(
         lease,
         state=after(lease.state, Event.GRANT),
         epoch=tx.pool.next_epoch(),
@@ -424,7 +425,7 @@ def renew(tx: Tx, key: LeaseKey, busy: bool) -> Answer | SubletError:
         lease.id,
         lease.epoch,
     )
-    renewed = replace(lease, expires_at=decision.expires_at, busy=busy, active_at=now, claimed=True)
+    renewed = changed(lease, expires_at=decision.expires_at, busy=busy, active_at=now, claimed=True)
     return Answer(lease=renewed, at=now)
 
 

@@ -57,7 +57,7 @@ CREATE TABLE device (
 ) WITH (fillfactor = 50);
 -- Without free_bytes on purpose: a host has few devices, and a grant must not rewrite this index.
 CREATE INDEX device_by_host ON device (host);
-CREATE INDEX device_by_room ON device (free_bytes);
+-- No index on free_bytes: with one, no update of a device could be a HOT one, and dead versions would pile up under a load.
 
 CREATE TABLE lease (
     id TEXT PRIMARY KEY,

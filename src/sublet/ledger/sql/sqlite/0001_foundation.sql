@@ -1,3 +1,5 @@
+-- Pages are 1 KiB (see sqlite.py): a verb touches many small rows, and each touched page is written whole. Tables whose rows
+-- are longer than a quarter of that keep their rowid, because the others would spill into overflow pages.
 -- Instants are microseconds, sizes are bytes, states are the words of the glossary.
 
 CREATE TABLE meta (
@@ -100,7 +102,7 @@ CREATE TABLE lease (
     strand_seq INTEGER NOT NULL,
     strand_hash TEXT NOT NULL,
     strand_anchor TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
+) STRICT;
 -- expires_at has no index on purpose: a renewal must stay cheap.
 CREATE INDEX lease_live ON lease (host) WHERE settled_at = 0;
 CREATE INDEX lease_waiting ON lease (joined_at) WHERE state = 'waiting';
@@ -130,7 +132,7 @@ CREATE TABLE head (
     strand_seq INTEGER NOT NULL,
     strand_hash TEXT NOT NULL,
     strand_anchor TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
+) STRICT;
 
 CREATE TABLE effect (
     key TEXT PRIMARY KEY,
