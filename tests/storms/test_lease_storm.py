@@ -56,6 +56,35 @@ def start_worker(url: str, seed: int, seconds: float, log: Path) -> subprocess.P
     )
 
 
+class Swarm:
+    """Workers that are killed and replaced, with the logs of all that ever were."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url = url
+        self.folder = folder
+        self.logs: list[Path] = []
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.fill()
+
+    def fill(self) -> list[subprocess.Popen[bytes]]:
+        """As many live workers as there should be."""
+        while len(alive := [w for w in self.workers if w.poll() is None]) < PROCESSES:
+            self.logs.append(self.folder / f"log{len(self.logs)}")
+            self.workers.append(start_worker(self.url, SEED + len(self.logs), SECONDS * 4, self.logs[-1]))
+        return alive
+
+    def kill_one(self, chance: random.Random) -> None:
+        victim = chance.choice(self.fill())
+        victim.kill()
+        victim.wait()
+        self.fill()
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+
+
 def read_logs(logs: list[Path]) -> list[list[str]]:
     return [line.split() for log in logs if log.exists() for line in log.read_text().splitlines()]
 
@@ -201,34 +230,21 @@ def test_kill_9_of_holders_and_of_postgres(tmp_path: Path) -> None:
     try:
         ledger = wiring.plug_in("sublet.ledgers", "postgresql")(url, HostClock())
         prepare(ledger)
-        logs: list[Path] = []
-        workers: list[subprocess.Popen[bytes]] = []
-
-        def spawn() -> None:
-            logs.append(tmp_path / f"log{len(logs)}")
-            workers.append(start_worker(url, SEED + len(logs), SECONDS * 4, logs[-1]))
-
-        for _ in range(PROCESSES):
-            spawn()
+        swarm = Swarm(url, tmp_path)
         crashes = kills = 0
         with settling(url):
             while crashes < 10:
                 time.sleep(chance.uniform(0.3, SECONDS / 12))
-                victim = chance.choice([w for w in workers if w.poll() is None])
-                victim.kill()
-                victim.wait()
+                swarm.kill_one(chance)
                 kills += 1
-                spawn()
                 if chance.random() < 0.7:
                     server.crash()
                     crashes += 1
                     server.start()
             time.sleep(1)
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+        swarm.end()
         drain(ledger)
-        seen = check_everything(ledger, logs)
+        seen = check_everything(ledger, swarm.logs)
         print(seen, "crashes", crashes, "kills", kills)
         assert seen["granted"] > PROCESSES
         assert seen["committed"] > PROCESSES
@@ -254,27 +270,13 @@ def test_kill_9_of_holders_and_of_the_warden(tmp_path: Path, monkeypatch: pytest
     for name in ("ada", "bob", "eve"):
         ledger.add_tenant(Tenant(name=name), actor="storm")
     wiring.ensure_warden(settings)
-    logs: list[Path] = []
-    workers: list[subprocess.Popen[bytes]] = []
-
-    def spawn() -> None:
-        logs.append(tmp_path / f"log{len(logs)}")
-        workers.append(start_worker(url, SEED + len(logs), SECONDS * 4, logs[-1]))
-
-    for _ in range(PROCESSES):
-        spawn()
+    swarm = Swarm(url, tmp_path)
     until = time.monotonic() + SECONDS / 2
     kills = 0
     try:
         while time.monotonic() < until:
             time.sleep(chance.uniform(0.05, 0.6))
-            alive = [w for w in workers if w.poll() is None]
-            while len(alive) < PROCESSES:  # the warden itself ends workers whose lease ran out
-                spawn()
-                alive = [w for w in workers if w.poll() is None]
-            victim = chance.choice(alive)
-            victim.kill()
-            victim.wait()
+            swarm.kill_one(chance)  # the warden ends workers too, when a lease of theirs runs out
             kills += 1
             if chance.random() < 0.4:
                 pid = wiring.warden_state(settings)[2]
@@ -284,23 +286,19 @@ def test_kill_9_of_holders_and_of_the_warden(tmp_path: Path, monkeypatch: pytest
                     kills += 1
                 time.sleep(chance.uniform(0, 0.2))
                 wiring.ensure_warden(settings)
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+        swarm.end()
         wiring.ensure_warden(settings)
         deadline = time.monotonic() + 30
         while ledger.leases():
             assert time.monotonic() < deadline, [a.lease for a in ledger.leases()]
             time.sleep(0.05)
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+        swarm.end()
         pid = wiring.warden_state(settings)[2]
         if pid:
             os.kill(pid, 9)
     assert all(d.free_bytes == d.capacity_bytes and d.state.value == "ready" for d in ledger.devices("storm"))
-    seen = check_everything(ledger, logs)
+    seen = check_everything(ledger, swarm.logs)
     print(seen, "kills", kills)
     assert seen["granted"] > PROCESSES
     ledger.close()

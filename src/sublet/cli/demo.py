@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -278,5 +279,6 @@ def _prove(tour: Tour, refusal: str) -> list[str]:
         f"{format_duration(billed)} of GPU billed over {len(usage)} leases, {useful * 100 // max(1, billed)} % of it stepping",
         "dim",
     )
-    click.echo("\nTry next:\n  sublet gpus\n  sublet lease acquire --vram 2GiB --ttl 1m\n  sublet doctor")
+    here = "sublet" if shutil.which("sublet") else os.path.relpath(Path(sys.executable).parent / "sublet")
+    click.echo(f"\nTry next:\n  {here} gpus\n  {here} lease acquire --vram 2GiB --ttl 1m\n  {here} doctor")
     return [what for true, what in facts if not true]

@@ -22,7 +22,8 @@ from sublet.core.meter import Usage
 from sublet.core.policy import Policy
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, check_name
-from sublet.ledger import devices, journal, leases, progress, restored, tenants, ticking
+from sublet.ledger import devices, journal, leases, progress, restored, tenants, ticking, waitlist
+from sublet.ledger.credentials import unknown
 from sublet.ledger.rows import SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, policy_of, write_main
 from sublet.ports.bell import Bell
@@ -78,16 +79,16 @@ class SqlLedger:
             check_name(request.host, what="host")
         if request.job:
             check_job(request.job)
-        return self._write(lambda tx: leases.acquire(tx, lease_id, secret, request, holder), durable=True)  # type: ignore[no-any-return]
+        return self._write(lambda tx: waitlist.acquire(tx, lease_id, secret, request, holder), durable=True)  # type: ignore[no-any-return]
 
     def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
-        return self._write(lambda tx: leases.attend(tx, lease_id, secret, explain), durable=False)  # type: ignore[no-any-return]
+        return self._write(lambda tx: waitlist.attend(tx, lease_id, secret, explain), durable=False)  # type: ignore[no-any-return]
 
     def accept(self, lease_id: str, secret: str) -> Answer:
-        return self._write(lambda tx: leases.accept(tx, lease_id, secret), durable=True)  # type: ignore[no-any-return]
+        return self._write(lambda tx: waitlist.accept(tx, lease_id, secret), durable=True)  # type: ignore[no-any-return]
 
     def decline(self, lease_id: str, secret: str) -> Answer:
-        return self._write(lambda tx: leases.decline(tx, lease_id, secret), durable=False)  # type: ignore[no-any-return]
+        return self._write(lambda tx: waitlist.decline(tx, lease_id, secret), durable=False)  # type: ignore[no-any-return]
 
     def renew(self, key: LeaseKey, *, busy: bool = True, patience_us: int | None = None) -> Answer:
         return self._write(  # type: ignore[no-any-return]
@@ -117,7 +118,7 @@ class SqlLedger:
         def read(tx: Tx) -> Answer | SubletError:
             row = tx.row(f"{SELECT_LEASE} WHERE id = ?", lease_id)
             if row is None:
-                return leases._unknown(lease_id)
+                return unknown(lease_id)
             return Answer(lease=lease_of(row), at=tx.now)
 
         return _raised(self.engine.read(read))
@@ -300,7 +301,7 @@ def _waits(tx: Tx, found: list[Lease]) -> dict[str, Wait]:
     """Position and reason of every waiter, in one pass."""
     if not any(x.state is LeaseState.WAITING for x in found):
         return {}
-    view = leases.load_view(tx, with_leases=False)
+    view = waitlist.load_view(tx, with_leases=False)
     return {
         w.id: Wait(position=i, eta_us=None, reason=why_waiting(w, view))
         for i, w in enumerate(in_order(view, tx.now), 1)

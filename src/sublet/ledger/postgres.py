@@ -40,9 +40,10 @@ from sublet.core.policy import Policy
 from sublet.core.values import check_job, check_name
 from sublet.failpoints import ConnectionDropped, failpoint
 from sublet.ledger import migrations
-from sublet.ledger.leases import host_topic, secret_hash
+from sublet.ledger.credentials import secret_hash
 from sublet.ledger.ledger import SqlLedger
 from sublet.ledger.rows import lease_of
+from sublet.ledger.topics import host_topic
 from sublet.ledger.tx import Pool, Row, Tx
 from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
@@ -66,6 +67,7 @@ DEBOUNCE_SECONDS = (
     0.003  # rings within it go out together: a NOTIFY costs the server about as much as a renewal
 )
 OLDEST_SERVER = 140_000
+LOCK_TIMEOUT = "3s"  # a wait for a row ends here and is tried again, so that patience bounds it too
 IDLE_IN_TRANSACTION = "2s"  # a client stopped inside a transaction must not hold the pool's lock
 
 _statements: dict[str, str] = {}
@@ -187,8 +189,15 @@ class PostgresEngine:
         )
         connection.execute(
             "SELECT set_config('search_path', %s, false), set_config('synchronous_commit', %s, false), "
-            "set_config('sublet.skew_us', %s, false), set_config('idle_in_transaction_session_timeout', %s, false)",
-            (f'"{self.schema}"', "on" if durable else "off", str(self.skew_us), IDLE_IN_TRANSACTION),
+            "set_config('sublet.skew_us', %s, false), set_config('idle_in_transaction_session_timeout', %s, false), "
+            "set_config('lock_timeout', %s, false)",
+            (
+                f'"{self.schema}"',
+                "on" if durable else "off",
+                str(self.skew_us),
+                IDLE_IN_TRANSACTION,
+                LOCK_TIMEOUT,
+            ),
         )
         return connection
 

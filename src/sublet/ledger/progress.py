@@ -23,7 +23,7 @@ from sublet.core.errors import LeaseLost, NotFound, SubletError
 from sublet.core.journal import GENESIS, StrandEnd, job_strand
 from sublet.core.lease import Lease, fence
 from sublet.failpoints import failpoint
-from sublet.ledger.leases import secret_hash
+from sublet.ledger.credentials import proves
 from sublet.ledger.rows import (
     EFFECT_COLUMNS,
     HEAD_COLUMNS,
@@ -31,7 +31,6 @@ from sublet.ledger.rows import (
     effect_of,
     head_of,
     lease_of,
-    secret_hash_of,
 )
 from sublet.ledger.tx import Tx, write_main, write_strand
 from sublet.ports.ledger import LeaseKey
@@ -49,7 +48,7 @@ def load_effect(tx: Tx, key: str) -> Effect | None:
 
 def _holder_of(tx: Tx, key: LeaseKey) -> Lease | SubletError:
     row = tx.locked(LEASE_BY_ID, key.lease_id)
-    if row is None or secret_hash_of(row) != secret_hash(key.secret):
+    if row is None or not proves(row, key.secret):
         return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
     return lease_of(row)
 

@@ -443,7 +443,9 @@ class _Combiner:
     def submit(self, work: Callable[[Tx], T], durable: bool) -> T:
         job = _Job(work, durable)
         self._jobs.put(job)
-        job.done.wait()
+        while not job.done.wait(1):
+            if not self._threads[0].is_alive() and not job.done.is_set():
+                raise Disconnected("the ledger was closed")  # it came after the last batch
         if job.error is not None:
             raise job.error
         return job.result  # type: ignore[no-any-return]

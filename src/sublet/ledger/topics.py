@@ -1,0 +1,15 @@
+"""What a bell can be rung for."""
+
+from __future__ import annotations
+
+SCHEDULE_TOPIC = "schedule"  # somebody waits, or something may be taken: wardens run the schedule
+
+
+def lease_topic(lease_id: str) -> str:
+    """For the lease's holder or waiter: it was granted, offered, revoked or ended."""
+    return f"lease:{lease_id}"
+
+
+def host_topic(host: str) -> str:
+    """For the host's warden: a lease there began or changed."""
+    return f"host:{host}"
