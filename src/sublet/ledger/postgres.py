@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
 import re
 import secrets
 import threading
@@ -29,7 +28,6 @@ from sublet.core.errors import (
     Disconnected,
     InvariantBroken,
     Misconfigured,
-    MissingExtra,
     NotDurable,
     SchemaMismatch,
     SubletError,
@@ -42,6 +40,8 @@ from sublet.failpoints import ConnectionDropped, failpoint
 from sublet.ledger import migrations
 from sublet.ledger.credentials import secret_hash
 from sublet.ledger.ledger import SqlLedger
+from sublet.ledger.postgres_bell import Notifier, PostgresBell
+from sublet.ledger.postgres_driver import pg, psycopg
 from sublet.ledger.rows import lease_of
 from sublet.ledger.topics import host_topic
 from sublet.ledger.tx import Pool, Row, Tx
@@ -49,23 +49,10 @@ from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey
 
-try:
-    import psycopg
-    from psycopg import errors as pg
-except ImportError as missing:
-    raise MissingExtra(
-        "a PostgreSQL ledger needs the driver that is installed with the extra 'postgres'",
-        remedy="pip install 'sublet[postgres]'",
-    ) from missing
-
 T = TypeVar("T")
 DEFAULT_PATIENCE_US = 10_000_000
 OPEN_PATIENCE_US = 3_000_000  # a wrong address should be told soon
 CONNECT_SECONDS = 3
-CHANNEL = "sublet"
-DEBOUNCE_SECONDS = (
-    0.003  # rings within it go out together: a NOTIFY costs the server about as much as a renewal
-)
 OLDEST_SERVER = 140_000
 LOCK_TIMEOUT = "3s"  # a wait for a row ends here and is tried again, so that patience bounds it too
 IDLE_IN_TRANSACTION = "2s"  # a client stopped inside a transaction must not hold the pool's lock
@@ -173,7 +160,7 @@ class PostgresEngine:
         self._local = threading.local()
         self._pid = os.getpid()
         self._open: list[psycopg.Connection[Row]] = []
-        self._notifier: _Notifier | None = None
+        self._notifier: Notifier | None = None
         self._lock = threading.Lock()
         self._closed = False
 
@@ -200,6 +187,9 @@ class PostgresEngine:
             ),
         )
         return connection
+
+    def _connect_relaxed(self) -> psycopg.Connection[Row]:
+        return self.connect(durable=False)
 
     def _connection(self, durable: bool) -> psycopg.Connection[Row]:
         if self._closed:
@@ -304,12 +294,12 @@ class PostgresEngine:
     def ring(self, topics: set[str]) -> None:
         with self._lock:
             if self._notifier is None:
-                self._notifier = _Notifier(self)
+                self._notifier = Notifier(self._connect_relaxed)
             notifier = self._notifier
         notifier.ring(topics)
 
     def bell(self) -> Bell:
-        return PostgresBell(self)
+        return PostgresBell(self._connect_relaxed)
 
     def barrier(self) -> None:
         """A durable commit flushes the log up to itself, and so everything seen before it."""
@@ -394,95 +384,6 @@ def _translated() -> Iterator[None]:
                 remedy="check the user, password and database in SUBLET_LEDGER",
             ) from e
         raise _Again(lost=True) from e
-
-
-class _Notifier:
-    """Sends NOTIFY after the commit, many topics in one statement."""
-
-    def __init__(self, engine: PostgresEngine) -> None:
-        self._engine = engine
-        self._topics: queue.SimpleQueue[set[str] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._loop, name="sublet-ledger-notifier", daemon=True).start()
-
-    def ring(self, topics: set[str]) -> None:
-        self._topics.put(topics)
-
-    def stop(self) -> None:
-        self._topics.put(None)
-
-    def _loop(self) -> None:
-        connection: psycopg.Connection[Row] | None = None
-        while True:
-            wanted = self._topics.get()
-            if wanted is None:
-                break
-            time.sleep(DEBOUNCE_SECONDS)
-            topics = set(wanted)
-            with contextlib.suppress(queue.Empty):
-                while len(topics) < 64:
-                    more = self._topics.get_nowait()
-                    if more is None:
-                        return
-                    topics |= more
-            try:
-                if connection is None or connection.closed:
-                    connection = self._engine.connect(durable=False)
-                connection.execute(
-                    "SELECT pg_notify(%s, t) FROM unnest(%s::text[]) t", (CHANNEL, sorted(topics))
-                )
-            except psycopg.Error:
-                # A hint was lost; everybody also polls.
-                if connection is not None:
-                    with contextlib.suppress(Exception):
-                        connection.close()
-                connection = None
-        if connection is not None:
-            connection.close()
-
-
-class PostgresBell:
-    """Implements `ports.bell.Bell`: one connection that listens, topics filtered here."""
-
-    def __init__(self, engine: PostgresEngine) -> None:
-        self._engine = engine
-        self._topics: set[str] = set()
-        self._connection: psycopg.Connection[Row] | None = None
-        self._closed = False
-
-    def listen(self, topic: str) -> None:
-        self._topics.add(topic)
-
-    def unlisten(self, topic: str) -> None:
-        self._topics.discard(topic)
-
-    def wait(self, timeout_us: int) -> bool:
-        deadline = time.monotonic() + max(0, timeout_us) / 1e6
-        while not self._closed:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            try:
-                if self._connection is None:
-                    self._connection = self._engine.connect(durable=False)
-                    self._connection.execute(f"LISTEN {CHANNEL}")
-                    return True  # something may have rung while nobody listened
-                for notify in self._connection.notifies(timeout=left, stop_after=1):
-                    if notify.payload in self._topics:
-                        return True
-            except psycopg.Error:
-                self._let_go()
-                time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
-        return False
-
-    def _let_go(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(Exception):
-                connection.close()
-
-    def close(self) -> None:
-        self._closed = True
-        self._let_go()
 
 
 class PostgresLedger(SqlLedger):

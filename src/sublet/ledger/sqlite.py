@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
-import queue
 import secrets
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +37,8 @@ from sublet.core.journal import GENESIS
 from sublet.core.policy import Policy
 from sublet.failpoints import failpoint
 from sublet.ledger import doorbell, migrations
+from sublet.ledger.combiner import Combiner, Job
+from sublet.ledger.gate import free_gate, gate
 from sublet.ledger.ledger import SqlLedger
 from sublet.ledger.tx import Pool, Row, Tx
 from sublet.ports.bell import Bell
@@ -71,7 +69,6 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 #: Waiting threads of one process above which one commits for all.
 COMBINE_ABOVE = 4
-COMBINE_MOST = 128
 _SAFETY_BUSY_MS = 10_000  # for foreign tools that open the file without the gate
 _PAGE_BYTES = (
     1024  # 15 % less per verb than 4096: commits write whole pages, and a verb changes little on each
@@ -251,7 +248,7 @@ class SqliteEngine:
         self._open_lock = threading.Lock()
         self._pid = os.getpid()
         self._writers = 0
-        self._combiner: _Combiner | None = None
+        self._combiner: Combiner | None = None
         self._closed = False
 
     # connections
@@ -315,9 +312,36 @@ class SqliteEngine:
         self.connection()  # a forked child must not use its parent's combiner
         with self._open_lock:
             if self._combiner is None:
-                self._combiner = _Combiner(self)
+                self._combiner = Combiner(self._commit_batch, lambda: self.connection().sync(), self.ring)
             combiner = self._combiner
         return combiner.submit(work, durable)
+
+    def _commit_batch(self, batch: list[Job]) -> None:
+        connection = self.connection()
+        execute = connection.db.execute
+        with _translated, gate(connection.gate):
+            execute("BEGIN IMMEDIATE")
+            try:
+                for job in batch:
+                    self._run_one(connection, job)
+                execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(apsw.Error):
+                    execute("ROLLBACK")
+                raise
+
+    def _run_one(self, connection: _Connection, job: Job) -> None:
+        execute = connection.db.execute
+        execute("SAVEPOINT job")
+        try:
+            tx = SqliteTx(connection.db, self.clock)
+            job.result = job.work(tx)
+            tx.flush()
+            job.rings = tx.rings
+        except BaseException as e:
+            execute("ROLLBACK TO job")
+            job.error = _translation(e) or e
+        execute("RELEASE job")
 
     def read(self, work: Callable[[Tx], T]) -> T:
         connection = self.connection()
@@ -365,168 +389,6 @@ class SqliteEngine:
             with contextlib.suppress(apsw.Error, OSError):
                 connection.close()
         self._open.clear()
-
-
-class gate:
-    """Who may write now. Entered at every verb, so a class and not a generator."""
-
-    __slots__ = ("_fd",)
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __enter__(self) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-
-def gate_owner(path: str, locks: str) -> int:
-    """The pid that holds the gate according to the kernel's lock table, or 0."""
-    info = os.stat(path)
-    place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    for line in locks.splitlines():
-        parts = line.split()
-        if len(parts) >= 6 and parts[1] == "FLOCK" and parts[5] == place:
-            return int(parts[4])
-    return 0
-
-
-def free_gate(path: str) -> str:
-    """A process that was stopped (Ctrl-Z, SIGSTOP) inside a transaction holds up everybody. Let it run for the moment it
-    needs to leave the transaction, then stop it again: nobody's intent is undone, and nothing is killed."""
-    try:
-        owner = gate_owner(path, Path("/proc/locks").read_text())
-        if not owner or owner == os.getpid():
-            return ""
-        stat = Path(f"/proc/{owner}/stat").read_text()
-        if stat[stat.rindex(")") + 2] != "T":
-            return ""
-        os.kill(owner, signal.SIGCONT)
-        for _ in range(200):
-            time.sleep(0.001)
-            if gate_owner(path, Path("/proc/locks").read_text()) != owner:
-                break
-        os.kill(owner, signal.SIGSTOP)
-        return f"let the stopped process {owner} finish its ledger transaction"
-    except OSError:
-        return ""
-
-
-class _Job:
-    __slots__ = ("done", "durable", "error", "result", "rings", "work")
-
-    def __init__(self, work: Callable[[Tx], Any], durable: bool) -> None:
-        self.work = work
-        self.durable = durable
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.rings: set[str] = set()
-
-
-class _Combiner:
-    """One thread commits for all that wait, another confirms to disk: while one batch is synced the next is written."""
-
-    def __init__(self, engine: SqliteEngine) -> None:
-        self._engine = engine
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._to_sync: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=loop, name=f"sublet-ledger-{name}", daemon=True)
-            for name, loop in (("writer", self._write_loop), ("syncer", self._sync_loop))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, work: Callable[[Tx], T], durable: bool) -> T:
-        job = _Job(work, durable)
-        self._jobs.put(job)
-        while not job.done.wait(1):
-            if not self._threads[0].is_alive() and not job.done.is_set():
-                raise Disconnected("the ledger was closed")  # it came after the last batch
-        if job.error is not None:
-            raise job.error
-        return job.result  # type: ignore[no-any-return]
-
-    def stop(self) -> None:
-        self._jobs.put(None)
-
-    def _write_loop(self) -> None:
-        while True:
-            first = self._jobs.get()
-            if first is None:
-                self._to_sync.put(None)
-                return
-            batch = [first]
-            stopping = False
-            while len(batch) < COMBINE_MOST:
-                try:
-                    job = self._jobs.get_nowait()
-                except queue.Empty:
-                    break
-                if job is None:
-                    stopping = True
-                    break
-                batch.append(job)
-            self._commit(batch)
-            self._to_sync.put(batch)
-            if stopping:
-                self._to_sync.put(None)
-                return
-
-    def _commit(self, batch: list[_Job]) -> None:
-        try:
-            connection = self._engine.connection()
-            execute = connection.db.execute
-            with _translated, gate(connection.gate):
-                execute("BEGIN IMMEDIATE")
-                try:
-                    for job in batch:
-                        self._run_one(connection, job)
-                    execute("COMMIT")
-                except BaseException:
-                    with contextlib.suppress(apsw.Error):
-                        execute("ROLLBACK")
-                    raise
-        except BaseException as e:
-            for job in batch:
-                job.error = e
-
-    def _run_one(self, connection: _Connection, job: _Job) -> None:
-        execute = connection.db.execute
-        execute("SAVEPOINT job")
-        try:
-            tx = SqliteTx(connection.db, self._engine.clock)
-            job.result = job.work(tx)
-            tx.flush()
-            job.rings = tx.rings
-        except BaseException as e:
-            execute("ROLLBACK TO job")
-            job.error = _translation(e) or e
-        execute("RELEASE job")
-
-    def _sync_loop(self) -> None:
-        while True:
-            batch = self._to_sync.get()
-            if batch is None:
-                return
-            ready = [job for job in batch if not job.durable]
-            for job in ready:
-                job.done.set()
-            waiting = [job for job in batch if job.durable]
-            if waiting:
-                try:
-                    self._engine.connection().sync()
-                except SubletError as e:
-                    for job in waiting:
-                        job.error = job.error or e
-                for job in waiting:
-                    job.done.set()
-            rings: set[str] = set().union(*(job.rings for job in batch))
-            if rings:
-                self._engine.ring(rings)
 
 
 # --- opening -------------------------------------------------------------------------------------------------
