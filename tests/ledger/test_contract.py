@@ -501,10 +501,9 @@ def test_a_waiter_cannot_renew(pool: Rig) -> None:
 
 
 def test_one_instant_before_expiry_is_still_held(pool: Rig) -> None:
-    if pool.engine != "sqlite":
-        pytest.skip("the server's clock flows")
+    instant = 1 if pool.engine == "sqlite" else SECOND  # the server's clock flows while we ask
     answer = pool.ask(10)
-    pool.advance(5 * MINUTE - 1)
+    pool.advance(5 * MINUTE - instant)
     assert pool.ledger.renew(pool.key(answer)).lease.state is LeaseState.ACTIVE
     pool.advance(5 * MINUTE)
     with pytest.raises(LeaseLost, match="expired"):
