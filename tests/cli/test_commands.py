@@ -235,9 +235,7 @@ def test_follow_prints_as_it_happens(home: Home) -> None:
     )
     time.sleep(0.5)
     made = as_json(home, "lease", "acquire")
-    for line in follower.stdout:
-        if made["id"] in line:
-            break
+    assert any(made["id"] in line for line in follower.stdout), "the grant was not printed"
     follower.kill()
     follower.wait()
     follower.stdout.close()

@@ -19,8 +19,8 @@ from sublet.core.effect import (
     decide_commit,
     decide_reserve,
 )
-from sublet.core.errors import LeaseLost, NotFound, SubletError
-from sublet.core.journal import GENESIS, StrandEnd, job_strand
+from sublet.core.errors import InvariantBroken, LeaseLost, NotFound, SubletError
+from sublet.core.journal import StrandEnd, job_strand
 from sublet.core.lease import Lease, fence
 from sublet.failpoints import failpoint
 from sublet.ledger.credentials import proves
@@ -32,7 +32,7 @@ from sublet.ledger.rows import (
     head_of,
     lease_of,
 )
-from sublet.ledger.tx import Tx, write_main, write_strand
+from sublet.ledger.tx import Row, Tx, write_main, write_strand
 from sublet.ports.ledger import LeaseKey
 
 
@@ -108,6 +108,54 @@ def reserve(
     return decision
 
 
+def _move_head(tx: Tx, row: Row | None, lease: Lease, step: Commit, version: int) -> None:
+    """The head and its journal row. The first commit of a job also starts its strand in the main one."""
+    if row is None:
+        anchor = write_main(tx, "job.started", lease.tenant, step.job, {"lease": lease.id})
+        tx.run(
+            f"INSERT INTO head ({HEAD_COLUMNS}, strand_anchor) VALUES (?,?,0,0,'','',0,0,0,?,?)",
+            step.job,
+            lease.tenant,
+            anchor,
+            anchor,
+        )
+        end = StrandEnd(0, anchor)
+    else:
+        end = StrandEnd(row[8], row[9])
+    end = write_strand(
+        tx,
+        job_strand(step.job),
+        end,
+        "step.committed",
+        lease.tenant,
+        step.key,
+        {
+            "step": step.step,
+            "version": version,
+            "digest": step.digest,
+            "fingerprint": step.fingerprint,
+            "epoch": lease.epoch,
+            "lease": lease.id,
+        },
+    )
+    moved = tx.run(
+        "UPDATE head SET version = ?, step = ?, digest = ?, cursor_text = ?, epoch = ?, committed_at = ?, "
+        "strand_seq = ?, strand_hash = ? WHERE job = ? AND version = ?",
+        version,
+        step.step,
+        step.digest,
+        step.cursor,
+        lease.epoch,
+        tx.now,
+        end.seq,
+        end.hash,
+        step.job,
+        step.expected_version,
+    )
+    if moved != 1:
+        raise InvariantBroken(f"the head of {step.job} moved under its own lock")
+
+
 def commit(tx: Tx, key: LeaseKey, step: Commit) -> Committed | Duplicate | SubletError:
     _ = tx.pool
     lease = _holder_of(tx, key)
@@ -133,57 +181,7 @@ def commit(tx: Tx, key: LeaseKey, step: Commit) -> Committed | Duplicate | Suble
         return _refuse(tx, "step.refused", lease, step.key, key.epoch, decision)
     if isinstance(decision, Duplicate):
         return decision
-    if row is None:
-        anchor = write_main(tx, "job.started", lease.tenant, step.job, {"lease": lease.id})
-        end = StrandEnd(0, anchor)
-    else:
-        anchor, end = GENESIS, StrandEnd(row[8], row[9])
-    end = write_strand(
-        tx,
-        job_strand(step.job),
-        end,
-        "step.committed",
-        lease.tenant,
-        step.key,
-        {
-            "step": step.step,
-            "version": decision.version,
-            "digest": step.digest,
-            "fingerprint": step.fingerprint,
-            "epoch": key.epoch,
-            "lease": lease.id,
-        },
-    )
-    if row is None:
-        tx.run(
-            f"INSERT INTO head ({HEAD_COLUMNS}, strand_anchor) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-            step.job,
-            lease.tenant,
-            decision.version,
-            step.step,
-            step.digest,
-            step.cursor,
-            key.epoch,
-            now,
-            end.seq,
-            end.hash,
-            anchor,
-        )
-    else:
-        tx.run(
-            "UPDATE head SET version = ?, step = ?, digest = ?, cursor_text = ?, epoch = ?, committed_at = ?, "
-            "strand_seq = ?, strand_hash = ? WHERE job = ? AND version = ?",
-            decision.version,
-            step.step,
-            step.digest,
-            step.cursor,
-            key.epoch,
-            now,
-            end.seq,
-            end.hash,
-            step.job,
-            step.expected_version,
-        )
+    _move_head(tx, row, lease, step, decision.version)
     failpoint("after_cas")
     tx.run(
         f"INSERT INTO effect ({EFFECT_COLUMNS}) VALUES (?,?,?,?,?,1,?,?) ON CONFLICT (key) DO UPDATE SET "
