@@ -38,7 +38,6 @@ _HOME = {
             "SchemaMismatch",
             "Stale",
             "SubletError",
-            "TeardownUnproven",
             "WaitlistFull",
             "WaitTimedOut",
         ],

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sublet.core.device import parse_exclusivity
-from sublet.core.errors import BadInput, Misconfigured, SubletError
+from sublet.core.errors import BadInput, Misconfigured, SubletError, WardenRunning
 from sublet.core.lease import Holder, Request, parse_tier
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
@@ -235,13 +235,6 @@ def single_warden(settings: Settings) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-class WardenRunning(Misconfigured):
-    """A warden already runs on this host."""
-
-    code = "warden_running"
-    remedy = "nothing to do: one is enough"
 
 
 def make_warden(settings: Settings, *, idle_exit_us: int | None, log: Any) -> Warden:

@@ -233,3 +233,18 @@ def test_the_reasons_tell_idle_from_unreachable() -> None:
     dead = replace(idle, worked=True, attempt=3, tried_at=NOW)
     assert "no work" in next_move(idle, NOW + M).reason
     assert "did not answer" in next_move(dead, NOW + M).reason
+
+
+@quick
+@given(ttls, seeds)
+def test_l6_a_try_that_hangs_is_warned_of_before_the_stop(ttl: int, seed: int) -> None:
+    """The call never returns: no second try, and the warning comes half-way through the band all the same."""
+    first, stop = first_try_at(NOW, ttl, seed), local_deadline(NOW, ttl)
+    hanging = Tenure(ttl_us=ttl, sent_at=NOW, seed=seed, worked=True, calling=True)
+    early = next_move(hanging, first)
+    assert early.todo is Todo.SLEEP
+    assert first <= early.at < stop
+    assert next_move(hanging, early.at).todo is Todo.WARN_UNREACHABLE
+    warned = next_move(replace(hanging, warned=True), early.at)
+    assert (warned.todo, warned.at) == (Todo.SLEEP, stop)
+    assert next_move(replace(hanging, warned=True), stop).todo is Todo.STOP

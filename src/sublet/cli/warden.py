@@ -9,10 +9,10 @@ import time
 
 import click
 
-from sublet.core.errors import Disconnected
+from sublet.core.errors import Disconnected, WardenRunning
 from sublet.core.values import parse_duration
 from sublet.settings import load_settings
-from sublet.wiring import WardenRunning, make_warden, open_ledger, single_warden
+from sublet.wiring import make_warden, open_ledger, single_warden
 
 
 def _log(line: str) -> None:

@@ -63,6 +63,13 @@ class SchemaMismatch(Misconfigured):
     code = "schema_mismatch"
 
 
+class WardenRunning(Misconfigured):
+    """A warden already runs on this host."""
+
+    code = "warden_running"
+    remedy = "nothing to do: one is enough"
+
+
 class Refused(SubletError):
     """No GPU could be leased."""
 
@@ -195,13 +202,6 @@ class CompileFailed(BadInput):
 
     code = "compile_failed"
     remedy = "correct the source; the compiler's log is in the message"
-
-
-class TeardownUnproven(DeviceFault):
-    """A holder could not be shown to be gone, so its device is withheld."""
-
-    code = "teardown_unproven"
-    remedy = "look at the device, then 'sublet quarantine clear DEVICE'"
 
 
 class Disconnected(SubletError):

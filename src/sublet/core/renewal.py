@@ -64,6 +64,7 @@ class Tenure:
     attempt: int = 0  # failed tries since then
     tried_at: int = 0
     warned: bool = False
+    calling: bool = False  # a try is on its way and has not been answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,14 @@ def next_move(tenure: Tenure, now: int) -> Move:
             return Move(Todo.WARN_IDLE, now, "idle: no work since the last renewal, so it will run out")
         # Work may begin at any moment, and then the lease is renewed after all.
         return Move(Todo.SLEEP, min(stop, now + max(RETRY_FLOOR_US, (stop - first) // 10)), "idle")
-    if tenure.attempt == 0:
+    if tenure.attempt == 0 and not tenure.calling:
         return Move(Todo.RENEW, now, "due")
     middle = first + (stop - first) // 2
     if not tenure.warned and now >= middle:
         # Before any further try: one that hangs until the stop must not swallow the warning.
         return Move(Todo.WARN_UNREACHABLE, now, "the ledger does not answer; the lease may be lost")
+    if tenure.calling:
+        return Move(Todo.SLEEP, stop if tenure.warned else middle, "waiting for an answer")
     due = retry_at(tenure.tried_at, tenure.sent_at, tenure.ttl_us, tenure.attempt, tenure.seed)
     if now >= due:
         return Move(Todo.RENEW, now, f"try {tenure.attempt + 1}")

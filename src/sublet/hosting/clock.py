@@ -29,6 +29,3 @@ class HostClock:
 
     def boot_id(self) -> str:
         return _boot_id()
-
-    def sleep_us(self, duration_us: int) -> None:
-        time.sleep(max(0, duration_us) / 1e6)

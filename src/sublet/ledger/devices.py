@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from sublet.core.device import Device, DeviceState
 from sublet.core.errors import BadInput, NotFound, SubletError
 from sublet.ledger.rows import DEVICE_COLUMNS, SELECT_DEVICE, device_of
-from sublet.ledger.topics import SCHEDULE_TOPIC
 from sublet.ledger.tx import Tx, write_main
 from sublet.ledger.waitlist import hand_out
 from sublet.ports.ledger import FoundDevice
+from sublet.ports.topics import SCHEDULE_TOPIC
 
 
 def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool) -> SubletError | None:

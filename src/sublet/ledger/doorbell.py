@@ -59,10 +59,7 @@ class FileBell:
             with contextlib.suppress(OSError):
                 os.unlink(_file(self._folder, topic))
 
-    def fileno(self) -> int:
-        return int(self._fd)
-
-    def drain(self) -> None:
+    def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while os.read(self._fd, 65536):
                 pass
@@ -72,7 +69,7 @@ class FileBell:
         poller.register(self._fd, select.POLLIN)
         if not poller.poll(max(0, timeout_us) / 1000):
             return False
-        self.drain()
+        self._drain()
         return True
 
     def close(self) -> None:

@@ -38,18 +38,18 @@ from sublet.core.lease import (
 )
 from sublet.core.values import format_duration
 from sublet.ledger import slices as slicing
-from sublet.ledger.credentials import proves, secret_hash, unknown
+from sublet.ledger.credentials import opened, proves, secret_hash
 from sublet.ledger.rows import (
     LEASE_BY_ID,
     SELECT_LEASE,
     lease_of,
     strand_end_of,
 )
-from sublet.ledger.topics import SCHEDULE_TOPIC, host_topic, lease_topic
 from sublet.ledger.tx import Row, Tx, write_main, write_strand
 from sublet.ledger.waitlist import hand_out
 from sublet.ports.ledger import Answer, LeaseKey
 from sublet.ports.processes import Receipt
+from sublet.ports.topics import SCHEDULE_TOPIC, host_topic, lease_topic
 
 
 def renew(tx: Tx, key: LeaseKey, busy: bool) -> Answer | SubletError:
@@ -109,9 +109,9 @@ def mark(tx: Tx, key: LeaseKey, busy: bool) -> None:
 
 def release(tx: Tx, lease_id: str, secret: str) -> bool | SubletError:
     _ = tx.pool
-    row = tx.locked(LEASE_BY_ID, lease_id)
-    if row is None or not proves(row, secret):
-        return unknown(lease_id)
+    row = opened(tx, lease_id, secret)
+    if isinstance(row, NotFound):
+        return row
     lease = lease_of(row)
     if lease.state is LeaseState.ENDED:
         return False

@@ -72,13 +72,7 @@ class SqlLedger:
     # leases, by their holder
 
     def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
-        check_name(request.tenant, what="tenant")
-        check_name(lease_id, what="lease id")
-        check_name(holder.host, what="host")
-        if request.host:
-            check_name(request.host, what="host")
-        if request.job:
-            check_job(request.job)
+        check_request(lease_id, request, holder)
         return self._write(lambda tx: waitlist.acquire(tx, lease_id, secret, request, holder), durable=True)  # type: ignore[no-any-return]
 
     def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
@@ -288,6 +282,17 @@ class SqlLedger:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def check_request(lease_id: str, request: Request, holder: Holder) -> None:
+    """Every name in a request, before it reaches a statement, a journal row or a file name."""
+    check_name(request.tenant, what="tenant")
+    check_name(lease_id, what="lease id")
+    check_name(holder.host, what="host")
+    if request.host:
+        check_name(request.host, what="host")
+    if request.job:
+        check_job(request.job)
 
 
 def _check_limits(weight: int | None, *limits: int | None) -> None:

@@ -35,19 +35,19 @@ from sublet.core.errors import (
 from sublet.core.journal import GENESIS
 from sublet.core.lease import Holder, Request
 from sublet.core.policy import Policy
-from sublet.core.values import check_job, check_name
+from sublet.core.values import check_job
 from sublet.failpoints import ConnectionDropped, failpoint
 from sublet.ledger import migrations
 from sublet.ledger.credentials import secret_hash
-from sublet.ledger.ledger import SqlLedger
+from sublet.ledger.ledger import SqlLedger, check_request
 from sublet.ledger.postgres_bell import Notifier, PostgresBell
 from sublet.ledger.postgres_driver import pg, psycopg
 from sublet.ledger.rows import lease_of
-from sublet.ledger.topics import host_topic
 from sublet.ledger.tx import Pool, Row, Tx
 from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey
+from sublet.ports.topics import host_topic
 
 T = TypeVar("T")
 DEFAULT_PATIENCE_US = 10_000_000
@@ -392,11 +392,7 @@ class PostgresLedger(SqlLedger):
     engine: PostgresEngine
 
     def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
-        check_name(request.tenant, what="tenant")
-        check_name(lease_id, what="lease id")
-        check_name(holder.host, what="host")
-        if request.job:
-            check_job(request.job)
+        check_request(lease_id, request, holder)
         if request.count == 1:
             row = self.engine.call(
                 "SELECT * FROM sublet_acquire(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",

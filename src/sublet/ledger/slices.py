@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sublet.core.device import MANY_TENANTS, Device, Exclusivity, Shape, Slice, fit, usable
+from sublet.core.device import MANY_TENANTS, Device, Exclusivity, Shape, Slice, usable
 from sublet.core.errors import InvariantBroken
 from sublet.core.lease import Lease
 from sublet.core.tenancy import Tenant, rate_of, used_now
@@ -37,10 +37,6 @@ def candidates(tx: Tx, shape: Shape) -> list[Device]:
         params.insert(0, shape.host)
     found = tx.rows(f"{SELECT_DEVICE} WHERE {where} ORDER BY free_bytes, id LIMIT ?", *params, shape.count)
     return [device_of(r) for r in found]
-
-
-def find_fit(tx: Tx, shape: Shape) -> tuple[Slice, ...] | None:
-    return fit(shape, candidates(tx, shape))
 
 
 def still_fits(tx: Tx, shape: Shape, slices: tuple[Slice, ...]) -> bool:

@@ -35,7 +35,7 @@ from sublet.core.policy import Policy
 from sublet.core.tenancy import over_quota
 from sublet.core.values import HOUR_US
 from sublet.ledger import slices as slicing
-from sublet.ledger.credentials import proves, secret_hash, unknown
+from sublet.ledger.credentials import opened, proves, secret_hash, unknown
 from sublet.ledger.rows import (
     INSERT_LEASE,
     LEASE_BY_ID,
@@ -48,9 +48,9 @@ from sublet.ledger.rows import (
     slices_text,
     tenant_of,
 )
-from sublet.ledger.topics import SCHEDULE_TOPIC, host_topic, lease_topic
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import Answer
+from sublet.ports.topics import SCHEDULE_TOPIC, host_topic, lease_topic
 
 
 def load_view(tx: Tx, *, with_leases: bool) -> View:
@@ -227,9 +227,9 @@ def _insert(tx: Tx, lease: Lease, secret: str, anchor: str) -> None:
 def attend(tx: Tx, lease_id: str, secret: str, explain: bool) -> Answer | SubletError:
     # Waiting alone locks the pool too, on purpose: a waiter is a few bytes and one update.
     pool = tx.pool
-    row = tx.locked(LEASE_BY_ID, lease_id)
-    if row is None or not proves(row, secret):
-        return unknown(lease_id)
+    row = opened(tx, lease_id, secret)
+    if isinstance(row, NotFound):
+        return row
     lease = lease_of(row)
     if lease.state is not LeaseState.WAITING:
         return Answer(lease=lease, at=tx.now)
@@ -243,9 +243,9 @@ def attend(tx: Tx, lease_id: str, secret: str, explain: bool) -> Answer | Sublet
 
 def accept(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:
     _ = tx.pool
-    row = tx.locked(LEASE_BY_ID, lease_id)
-    if row is None or not proves(row, secret):
-        return unknown(lease_id)
+    row = opened(tx, lease_id, secret)
+    if isinstance(row, NotFound):
+        return row
     lease = lease_of(row)
     if lease.state in HOLDING:
         return Answer(lease=lease, at=tx.now)  # accepted before, and the answer was lost
@@ -261,9 +261,9 @@ def accept(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:
 
 def decline(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:
     _ = tx.pool
-    row = tx.locked(LEASE_BY_ID, lease_id)
-    if row is None or not proves(row, secret):
-        return unknown(lease_id)
+    row = opened(tx, lease_id, secret)
+    if isinstance(row, NotFound):
+        return row
     lease = lease_of(row)
     if lease.state is LeaseState.WAITING and lease.slices:
         lease = withdraw_offer(tx, lease, "declined")

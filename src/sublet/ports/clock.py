@@ -17,6 +17,3 @@ class Clock(Protocol):
 
     def boot_id(self) -> str:
         """Changes when `boot_us` starts again."""
-
-    def sleep_us(self, duration_us: int) -> None:
-        """Wait. A virtual clock moves instead."""

@@ -18,6 +18,7 @@ from sublet.core.lease import EndReason, Holder, LeaseState, Request
 from sublet.failpoints import failpoint
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
+from sublet.ports.topics import lease_topic
 from sublet.runtime.holding import Lease
 
 ATTEND_EVERY_US = 1_000_000
@@ -71,7 +72,7 @@ def _wait(
     bell = ledger.bell()
     explained_at = clock.monotonic_us()
     try:
-        bell.listen(f"lease:{lease_id}")
+        bell.listen(lease_topic(lease_id))
         while True:
             if on_wait is not None and answer.wait is not None:
                 on_wait(answer.wait)

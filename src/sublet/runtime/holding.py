@@ -43,7 +43,6 @@ class Lease:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._row = answer.lease
-        self._answered_at = answer.at
         self._sent_at = sent_at
         self._deadline_us = local_deadline(sent_at, answer.lease.request.ttl_us)
         self._notice: Notice | None = None
@@ -216,7 +215,7 @@ class Lease:
         return self._in_flight > 0
 
     def _renewed(self, answer: Answer, sent_at: int) -> None:
-        self._row, self._answered_at, self._sent_at = answer.lease, answer.at, sent_at
+        self._row, self._sent_at = answer.lease, sent_at
         self._deadline_us = local_deadline(sent_at, answer.lease.request.ttl_us)
         # A renewal cut short by a hold cap ends when the ledger says, not a ttl from now.
         promised = sent_at + answer.lease.expires_at - answer.at

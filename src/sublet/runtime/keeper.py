@@ -22,6 +22,7 @@ from sublet.core.renewal import Tenure, Todo, local_deadline, next_move
 from sublet.failpoints import failpoint
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, Ledger
+from sublet.ports.topics import lease_topic
 from sublet.runtime.holding import Lease
 
 #: Behind the bell: how often a lease is looked at anyway.
@@ -55,7 +56,7 @@ class Keeper:
         tenure = Tenure(ttl_us=lease.ttl_us, sent_at=lease._sent_at, seed=seed, worked=lease._worked())
         lease._on_release = self._forget
         with contextlib.suppress(OSError):
-            self._bell.listen(f"lease:{lease.id}")
+            self._bell.listen(lease_topic(lease.id))
         with self._changed:
             self._kept[lease.id] = _Kept(lease, tenure, looked_at=self._clock.monotonic_us())
             if not self._started:
@@ -73,7 +74,7 @@ class Keeper:
             self._kept.pop(lease.id, None)
             self._changed.notify_all()
         with contextlib.suppress(OSError):
-            self._bell.unlisten(f"lease:{lease.id}")
+            self._bell.unlisten(lease_topic(lease.id))
 
     # decides
 
@@ -117,19 +118,11 @@ class Keeper:
 
     def _advance(self, kept: _Kept, now: int, due: list[_Kept]) -> int:
         lease = kept.lease
-        kept.tenure = replace(kept.tenure, worked=lease._worked())
+        kept.tenure = replace(kept.tenure, worked=lease._worked(), calling=kept.calling)
         move = next_move(kept.tenure, now)
         stop_at = local_deadline(kept.tenure.sent_at, kept.tenure.ttl_us)
         if move.todo is Todo.RENEW:
-            if not kept.calling:
-                due.append(kept)
-            # A call that hangs must not silence the warning: look again half-way to the stop.
-            if (
-                kept.calling
-                and not kept.tenure.warned
-                and now >= kept.tenure.sent_at + kept.tenure.ttl_us * 3 // 4
-            ):
-                self._warn(kept, "the ledger does not answer; the lease may be lost", stop_at)
+            due.append(kept)
             return min(stop_at, now + max(1000, kept.tenure.ttl_us // 100))
         if move.todo in (Todo.WARN_IDLE, Todo.WARN_UNREACHABLE):
             self._warn(kept, move.reason, stop_at)

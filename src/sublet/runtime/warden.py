@@ -24,6 +24,7 @@ from sublet.core.values import SECOND_US
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.ports.processes import Processes, Receipt
+from sublet.ports.topics import SCHEDULE_TOPIC, host_topic
 
 POLL_US = SECOND_US
 BEAT_US = 5 * SECOND_US
@@ -192,7 +193,7 @@ class Warden:
 
     def _bell_loop(self) -> None:
         bell = self._ledger.bell()
-        for topic in (f"host:{self._host}", "schedule"):
+        for topic in (host_topic(self._host), SCHEDULE_TOPIC):
             bell.listen(topic)
         while not self._stopping:
             if bell.wait(5 * SECOND_US):

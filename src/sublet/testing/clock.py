@@ -23,9 +23,6 @@ class VirtualClock:
     def boot_id(self) -> str:
         return self.boot_name
 
-    def sleep_us(self, duration_us: int) -> None:
-        self.advance(duration_us)
-
     def advance(self, duration_us: int) -> None:
         self.wall += duration_us
         self.boot += duration_us

@@ -1,4 +1,4 @@
-"""What a bell can be rung for."""
+"""What a bell can be rung for: the words the ledger rings with and the runtime listens to."""
 
 from __future__ import annotations
 
