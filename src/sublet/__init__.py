@@ -12,12 +12,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "gpu": "sublet.wiring",
+    "on_gpu": "sublet.wiring",
     "Lease": "sublet.runtime.holding",
     "Notice": "sublet.core.notice",
     **dict.fromkeys(("u32", "u64", "i32", "i64", "f32", "f64"), "sublet.core.kernel"),
     **dict.fromkeys(
         [
             "BadInput",
+            "CallFailed",
             "Disconnected",
             "DeviceFault",
             "EffectBusy",
@@ -40,6 +42,7 @@ _HOME = {
             "SubletError",
             "WaitlistFull",
             "WaitTimedOut",
+            "WorkerLost",
         ],
         "sublet.core.errors",
     ),
@@ -50,9 +53,9 @@ if TYPE_CHECKING:
     from sublet.core.kernel import f32, f64, i32, i64, u32, u64
     from sublet.core.notice import Notice
     from sublet.runtime.holding import Lease
-    from sublet.wiring import gpu
+    from sublet.wiring import gpu, on_gpu
 
-__all__ = ["Lease", "Notice", "__version__", "f32", "f64", "gpu", "i32", "i64", "u32", "u64"]
+__all__ = ["Lease", "Notice", "__version__", "f32", "f64", "gpu", "i32", "i64", "on_gpu", "u32", "u64"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ NAMES = frozenset(
         "reaper_after_read",
         "reaper_before_write",
         "teardown_after_kill",
+        "teardown_before_scrub",
     ]
 )
 

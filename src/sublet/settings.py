@@ -49,6 +49,11 @@ SPECS = (
     Spec("token", "SUBLET_TOKEN", "the studio's token", secret=True),
     Spec("tenant", "SUBLET_TENANT", "who the work is for"),
     Spec("disable", "SUBLET_DISABLE", "1 makes every decorator a plain call"),
+    Spec(
+        "preload",
+        "SUBLET_PRELOAD",
+        "modules every worker has imported already, comma-separated; 'none' for none",
+    ),
     Spec("host", "SUBLET_HOST", "the name of this machine in the ledger"),
 )
 
@@ -93,6 +98,7 @@ def _defaults(home: str) -> dict[str, str]:
         "token": "",
         "tenant": _tidied(_user(), "default"),
         "disable": "",
+        "preload": "numpy,torch,torch._dynamo,torch.optim",
         "host": _tidied(socket.gethostname(), "localhost"),
     }
 

@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -16,26 +17,32 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
-from sublet.core.device import parse_exclusivity
-from sublet.core.errors import BadInput, Misconfigured, SubletError, WardenRunning
+from sublet.core.device import Device, parse_exclusivity
+from sublet.core.errors import BadInput, DeviceFault, Misconfigured, SubletError, WardenRunning
 from sublet.core.lease import Holder, Request, parse_tier
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
+from sublet.drivers.opening import Opening, installed_drivers, open_device
 from sublet.drivers.probe import find_devices
-from sublet.drivers.session import GpuSession
+from sublet.drivers.remote import RemoteSession
 from sublet.hosting.clock import HostClock
+from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.processes import HostProcesses
-from sublet.ports.driver import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
+from sublet.ports.session import Session
+from sublet.ports.worker import Worker, Workers
 from sublet.runtime.acquire import OnOffer, OnWait
 from sublet.runtime.acquire import acquire as acquire_lease
 from sublet.runtime.holding import Lease
 from sublet.runtime.keeper import Keeper
+from sublet.runtime.on_gpu import OnGpu, Warm
+from sublet.runtime.teardown import DeviceMemory
 from sublet.runtime.warden import Warden
 from sublet.settings import Settings, load_settings
 
@@ -44,6 +51,7 @@ DEFAULT_VRAM = "1GiB"
 DEFAULT_TTL = "5m"
 WARDEN_IDLE_EXIT_US = 60_000_000
 WARDEN_START_SECONDS = 15.0
+SCRUB_SECONDS = 60
 
 _lock = threading.Lock()
 _ledgers: dict[str, Ledger] = {}
@@ -79,35 +87,44 @@ def open_ledger(settings: Settings) -> Ledger:
         return found
 
 
-def drivers() -> dict[str, Driver]:
-    """Every driver of this installation. A driver whose libraries are missing finds no devices."""
-    return {point.name: point.load()() for point in entry_points(group="sublet.drivers")}
-
-
 def find_host_devices(settings: Settings) -> list[FoundDevice]:
-    probes = {name: driver.probe for name, driver in drivers().items()}
+    probes = {name: driver.probe for name, driver in installed_drivers().items()}
     return find_devices(settings["devices"], settings["host"], probes)
 
 
-def open_session(settings: Settings, lease: Lease, index: int, watchdog_us: int) -> GpuSession:
-    """Open the lease's device in this process, with the driver that found it."""
+def open_session(settings: Settings, lease: Lease, index: int, watchdog_us: int) -> Session:
+    """Open one of the lease's devices where the lease's work runs: here, or in its worker."""
     device_id = lease.devices[index]
     device = next(d for d in open_ledger(settings).devices(settings["host"]) if d.id == device_id)
-    driver = drivers().get(device.driver)
-    if driver is None:
-        raise Misconfigured(
-            f"device {device_id} needs the driver {device.driver}, which is not installed here"
-        )
-    # Probing tells the driver what was declared about the device; opening is what touches it.
-    if device.driver == "host":
-        driver.probe(_declared(settings["devices"], "host"), settings["host"])
-    context = driver.open(device_id, device.ordinal, lease.id)
-    return GpuSession(context, lease, lease.vram_bytes, device_id=device_id, watchdog_us=watchdog_us)
+    wanted = Opening(
+        driver=device.driver,
+        declared=_declared(settings["devices"], device.driver),
+        host=settings["host"],
+        device_id=device_id,
+        ordinal=device.ordinal,
+        quota_bytes=lease.vram_bytes,
+        watchdog_us=watchdog_us,
+    )
+    return open_device(wanted, lease) if lease._worker is None else RemoteSession(lease.run, wanted)
 
 
 def _declared(spec: str, driver: str) -> str:
     parts = [p.strip().partition(":")[2] for p in spec.split(",") if p.strip().startswith(f"{driver}:")]
     return parts[0] if parts else "auto"
+
+
+def workers(settings: Settings) -> Workers:
+    """Where leased workers come from. Imported late: most programs never need one."""
+    from sublet.hosting.local import LocalWorkers
+
+    preload = settings["preload"]
+    return LocalWorkers(settings.home, settings["host"], "" if preload == "none" else _installed(preload))
+
+
+def _installed(modules: str) -> str:
+    """Those of them this Python has."""
+    names = [name.strip() for name in modules.split(",") if name.strip()]
+    return ",".join(name for name in names if find_spec(name.partition(".")[0]) is not None)
 
 
 def processes(settings: Settings) -> HostProcesses:
@@ -164,7 +181,8 @@ def ensure_warden(settings: Settings, *, wait: bool = True) -> None:
             if warden_state(settings)[0]:
                 continue  # another process's start won, and its warden is on its way
             raise Misconfigured(
-                f"the warden could not start: {_last_line(settings)}", remedy="run 'sublet warden' to see why"
+                f"the warden could not start: {last_line(settings.home / 'warden.log')}",
+                remedy="run 'sublet warden' to see why",
             )
         if not running and not started:
             started = _spawn_warden(settings)
@@ -175,43 +193,14 @@ def ensure_warden(settings: Settings, *, wait: bool = True) -> None:
         time.sleep(0.01)
 
 
-def _last_line(settings: Settings) -> str:
-    with contextlib.suppress(OSError):
-        lines = (settings.home / "warden.log").read_text(errors="replace").strip().splitlines()
-        return lines[-1][-300:] if lines else "no message"
-    return "no message"
-
-
 def _spawn_warden(settings: Settings) -> int:
-    """Detached: its own session, a child of init and not of ours, the resolved settings and nothing else of ours."""
-    settings.home.mkdir(parents=True, exist_ok=True)
+    """With the resolved settings, and nothing else of ours."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
     for name in ("home", "ledger", "devices", "host", "tenant"):
         environment[f"SUBLET_{name.upper()}"] = settings[name]
-    with (settings.home / "warden.log").open("ab") as log:
-        # The shell starts it, says its pid and leaves: a teardown that ends this process's tree must not find it there.
-        done = subprocess.run(
-            [
-                "/bin/sh",
-                "-c",
-                '"$@" >&2 & echo $!',
-                "sh",
-                sys.executable,
-                "-m",
-                "sublet",
-                "warden",
-                "--idle-exit",
-                f"{WARDEN_IDLE_EXIT_US // 1_000_000}s",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd="/",
-            env=environment,
-            start_new_session=True,
-            check=True,
-        )
-    return int(done.stdout)
+    idle = f"{WARDEN_IDLE_EXIT_US // 1_000_000}s"
+    command = [sys.executable, "-m", "sublet", "warden", "--idle-exit", idle]
+    return spawn_detached(command, environment, settings.home / "warden.log")
 
 
 @contextlib.contextmanager
@@ -237,6 +226,27 @@ def single_warden(settings: Settings) -> Iterator[int]:
         os.close(fd)
 
 
+def scrub(device: Device, size: int) -> int:
+    """In a process of its own: see `drivers/scrub_main.py`."""
+    command = [
+        sys.executable,
+        "-m",
+        "sublet.drivers.scrub_main",
+        device.driver,
+        device.id,
+        str(device.ordinal),
+        str(size),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCRUB_SECONDS, check=False)
+    except subprocess.TimeoutExpired as e:
+        raise DeviceFault(f"overwriting its memory took longer than {SCRUB_SECONDS} s") from e
+    if done.returncode != 0:
+        words = done.stderr.strip().splitlines() or ["no message"]
+        raise DeviceFault(f"its memory could not be overwritten: {words[-1][-300:]}")
+    return int(done.stdout)
+
+
 def make_warden(settings: Settings, *, idle_exit_us: int | None, log: Any) -> Warden:
     return Warden(
         open_ledger(settings),
@@ -244,6 +254,8 @@ def make_warden(settings: Settings, *, idle_exit_us: int | None, log: Any) -> Wa
         CLOCK,
         settings["host"],
         lambda: find_host_devices(settings),
+        DeviceMemory(installed_drivers()),
+        scrub,
         idle_exit_us=idle_exit_us,
         log=log,
     )
@@ -276,11 +288,11 @@ class GpuRequest:
         on_offer: OnOffer | None,
         pid: int = 0,
     ) -> None:
-        if holder not in (None, "process", "name"):
-            raise BadInput(f"holder {holder!r} is unknown: use 'process' or 'name'")
+        if holder not in (None, "process", "worker", "name"):
+            raise BadInput(f"holder {holder!r} is unknown: use 'process', 'worker' or 'name'")
         self.request = request
         self._settings = settings
-        self._holder = holder or ("name" if _in_notebook() else "process")
+        self._holder = holder or ("worker" if _in_notebook() else "process")
         self._on_wait = on_wait
         self._on_offer = on_offer
         self._pid = pid or os.getpid()
@@ -299,15 +311,31 @@ class GpuRequest:
         ledger = open_ledger(self._settings)
         ensure_tenant(self._settings, ledger, self.request.tenant)
         ensure_warden(self._settings)
-        lease = acquire_lease(
-            ledger, CLOCK, self.request, self._who(), on_wait=self._on_wait, on_offer=self._on_offer
-        )
+        worker = workers(self._settings).start() if self._holder == "worker" else None
+        try:
+            holder = worker.holder if worker is not None else self._who()
+            lease = acquire_lease(
+                ledger, CLOCK, self.request, holder, on_wait=self._on_wait, on_offer=self._on_offer
+            )
+        except BaseException:
+            if worker is not None:
+                worker.end("no lease was granted")
+            raise
         lease._opener = lambda held, device, watchdog_us: open_session(
             self._settings, held, device, watchdog_us
         )
+        if worker is not None:
+            self._move_in(lease, worker)
         # It may have left, idle, between our look and our grant.
         ensure_warden(self._settings, wait=False)
         return lease
+
+    def _move_in(self, lease: Lease, worker: Worker) -> None:
+        try:
+            lease._adopt(worker, child_environment(lease))
+        except BaseException:
+            lease.release()
+            raise
 
     def acquire(self) -> Lease:
         """Acquire now. Outside a `with` block the lease counts as idle until it is touched or works."""
@@ -376,8 +404,111 @@ def gpu(
     return GpuRequest(settings, request, holder=holder, on_wait=on_wait, on_offer=on_offer)
 
 
+def child_environment(lease: Lease) -> dict[str, str]:
+    """What the lease's work sees of it. Devices it did not lease are hidden, whatever was inherited."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(d for d in lease.devices if d.startswith("GPU-")),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "SUBLET_LEASE_ID": lease.id,
+        "SUBLET_EPOCH": str(lease.epoch),
+        "SUBLET_EXPIRES_AT": lease.expires_at.isoformat(),
+    }
+
+
+# --- functions on a GPU --------------------------------------------------------------------------------------
+
+_warm: dict[tuple[object, ...], Warm] = {}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Duration = str | int | float
+
+
+def _disabled() -> bool:
+    return os.environ.get("SUBLET_DISABLE", "").lower() not in ("", "0", "false", "no")
+
+
+@overload
+def on_gpu(function: Callable[P, R], /) -> OnGpu[P, R]: ...
+@overload
+def on_gpu(
+    function: None = None,
+    /,
+    *,
+    vram: str | int = ...,
+    ttl: Duration | Callable[..., Duration] = ...,
+    batch: int = ...,
+    **options: Any,
+) -> Callable[[Callable[P, R]], OnGpu[P, R]]: ...
+def on_gpu(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    vram: str | int = DEFAULT_VRAM,
+    ttl: Duration | Callable[..., Duration] = DEFAULT_TTL,
+    batch: int = 1,
+    **options: Any,
+) -> Any:
+    """Run a function in a leased worker: `@sublet.on_gpu(vram="8GB", ttl="2m")`.
+
+    The worker is kept warm between calls until the ttl runs out, and renewed while a call runs. `ttl` may be a function of the
+    call's own arguments. `batch` sends up to so many calls in one trip, from `.map(items)` or from several threads. The other
+    options are those of `sublet.gpu`. With SUBLET_DISABLE=1 it is a plain call.
+    """
+    if function is not None and not callable(function):
+        raise BadInput("write @sublet.on_gpu or @sublet.on_gpu(vram=..., ttl=...) above a function")
+    if not callable(ttl):
+        parse_duration(ttl, what="ttl")
+    unknown = set(options) - {
+        *(
+            "count",
+            "exclusivity",
+            "tier",
+            "wait",
+            "least",
+            "tenant",
+            "job",
+            "hold_cap",
+            "on_wait",
+            "on_offer",
+        ),
+        "settings",
+    }
+    if unknown:
+        raise BadInput(f"on_gpu does not know {', '.join(sorted(unknown))}")
+
+    def acquire(ttl_us: int) -> Lease:
+        return gpu(vram, ttl_us / 1e6, holder="worker", **options)._keep()
+
+    def warm() -> Warm:
+        key = (vram, *sorted((name, str(value)) for name, value in options.items()))
+        with _lock:
+            return _warm.setdefault(key, Warm(acquire))
+
+    def ttl_us(*args: Any, **kwargs: Any) -> int:
+        return parse_duration(ttl(*args, **kwargs) if callable(ttl) else ttl, what="ttl")
+
+    def decorate(decorated: Callable[..., Any]) -> OnGpu[..., Any]:
+        return OnGpu(decorated, warm, ttl_us, batch=batch, plainly=_disabled)
+
+    return decorate if function is None else decorate(function)
+
+
+def release_warm() -> None:
+    """Give back every GPU kept warm for `on_gpu`."""
+    with _lock:
+        kept = list(_warm.values())
+    for warm in kept:
+        with warm.lock, contextlib.suppress(SubletError):
+            warm.release()
+
+
+atexit.register(release_warm)
+
+
 def close_all() -> None:
     """Close every ledger this process opened; for tests and for the end of a command."""
+    release_warm()
     with _lock:
         for ledger in _ledgers.values():
             with contextlib.suppress(SubletError):

@@ -49,6 +49,19 @@ class Home:
         wait_until(lambda: not wiring.warden_state(self.settings)[0])
         return pid
 
+    def zygote_pids(self) -> list[int]:
+        found = []
+        for lock in (self.settings.home / "run").glob("zygote-*.lock"):
+            text = lock.read_text().strip()
+            if text.isdigit() and not process_is_gone(int(text)):
+                found.append(int(text))
+        return found
+
+    def end_zygotes(self) -> None:
+        for pid in self.zygote_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
 
 def wait_until(fact: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
@@ -66,7 +79,14 @@ def process_is_gone(pid: int) -> bool:
 
 
 def make_home(tmp_path: Path, ledger: str, monkeypatch: pytest.MonkeyPatch, devices: str) -> Home:
-    values = {"SUBLET_HOME": str(tmp_path / "home"), "SUBLET_LEDGER": ledger, "SUBLET_DEVICES": devices}
+    values = {
+        "SUBLET_HOME": str(tmp_path / "home"),
+        "SUBLET_LEDGER": ledger,
+        "SUBLET_DEVICES": devices,
+        # Device memory is looked for machine-wide: each home must have devices of its own.
+        "SUBLET_HOST": f"h{uuid.uuid4().hex[:8]}",
+        "SUBLET_PRELOAD": "none",  # a zygote that is up in a moment; tests that want torch say so
+    }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     return Home(load_settings(), dict(os.environ) | values)
@@ -81,7 +101,9 @@ def close_home(home: Home) -> None:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+    wiring.release_warm()
     home.end_warden()
+    home.end_zygotes()
     wiring.close_all()
 
 

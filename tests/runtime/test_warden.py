@@ -249,7 +249,9 @@ def test_a_waiter_that_died_and_was_granted_meanwhile_is_not_forgotten(sqlite_ho
     ledger.release("Lfirst", "s")  # the dead waiter is granted here, behind the warden's back
     assert ledger.look("Lsecond").lease.state is LeaseState.ACTIVE
     for _ in range(3):
-        warden._end_the_gone()
+        for watched in list(warden._shared.watched.values()):
+            if watched.gone:
+                warden._tear_down(watched)
         warden._settle()
         warden._refresh()
     ended = ledger.look("Lsecond").lease

@@ -5,7 +5,15 @@ from __future__ import annotations
 import click
 
 from sublet.cli.output import json_option, print_json, print_table
-from sublet.cli.records import device_json, lease_json, left_us, reason_of, running_us, short_state
+from sublet.cli.records import (
+    device_json,
+    lease_json,
+    left_us,
+    reason_of,
+    receipt_json,
+    running_us,
+    short_state,
+)
 from sublet.core.device import MANY_TENANTS
 from sublet.core.values import format_duration, format_size
 from sublet.settings import load_settings
@@ -45,14 +53,21 @@ def gpus(as_json: bool) -> None:
 @click.command(epilog="Example:  sublet ps --all --tenant ada")
 @click.option("-a", "--all", "everything", is_flag=True, help="Ended leases too, newest first.")
 @click.option("--tenant", default="", help="Only this tenant's.")
+@click.option("--receipts", is_flag=True, help="How teardowns went, newest first.")
 @click.option("--limit", default=200, show_default=True, help="The most to show.")
 @json_option
-def ps(everything: bool, tenant: str, limit: int, as_json: bool) -> None:
+def ps(everything: bool, tenant: str, receipts: bool, limit: int, as_json: bool) -> None:
     """Leases and waiters, each with its reason.
 
     ST: R runs, PD waits, CG is leaving; with --all also CD released, TO expired, CA revoked, PR preempted, NF holder or
     device lost, F refused.
+
+    --receipts: how each lease was torn down: PROVEN clean or not, the rung of the LADDER it took (gone, term, kill), what
+    contained its processes, how much device memory was FREED and SCRUBBED, and how long it TOOK.
     """
+    if receipts:
+        _show_receipts(tenant, limit, as_json)
+        return
     found = open_ledger(load_settings()).leases(live_only=not everything, tenant=tenant, limit=limit)
     if as_json:
         print_json([lease_json(a) for a in found])
@@ -80,4 +95,41 @@ def ps(everything: bool, tenant: str, limit: int, as_json: bool) -> None:
         ["LEASE", "JOB", "TENANT", "TIER", "ST", "TIME", "LEFT", "VRAM", "DEVICES", "REASON"],
         rows,
         empty="no leases",
+    )
+
+
+def _show_receipts(tenant: str, limit: int, as_json: bool) -> None:
+    found = open_ledger(load_settings()).receipts(tenant=tenant, limit=limit)
+    if as_json:
+        print_json([receipt_json(t) for t in found])
+        return
+    print_table(
+        [
+            "LEASE",
+            "TENANT",
+            "PROVEN",
+            "LADDER",
+            "CONTAINMENT",
+            "FREED",
+            "SCRUBBED",
+            "TOOK",
+            "DEVICES",
+            "DETAIL",
+        ],
+        [
+            (
+                t.lease_id,
+                t.tenant,
+                "yes" if t.receipt.proven else "NO",
+                t.receipt.ladder,
+                t.receipt.containment,
+                format_size(t.receipt.freed_bytes) if t.receipt.freed_bytes else "0",
+                format_size(t.receipt.scrubbed_bytes) if t.receipt.scrubbed_bytes else "0",
+                format_duration(t.receipt.duration_us),
+                ",".join(t.devices) or "-",
+                t.receipt.detail or "-",
+            )
+            for t in found
+        ],
+        empty="no receipts: no lease had anything to tear down",
     )

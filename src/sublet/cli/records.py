@@ -6,7 +6,7 @@ from sublet.core.device import Device
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.tenancy import Tenant
 from sublet.core.values import format_duration
-from sublet.ports.ledger import Answer
+from sublet.ports.ledger import Answer, Teardown
 
 _ENDED = {
     EndReason.RELEASED: "CD",
@@ -110,6 +110,24 @@ def device_json(device: Device) -> dict[str, object]:
         "state": device.state.value,
         "leases": device.leases,
         "note": device.note,
+    }
+
+
+def receipt_json(torn: Teardown) -> dict[str, object]:
+    receipt = torn.receipt
+    return {
+        "lease": torn.lease_id,
+        "tenant": torn.tenant,
+        "at_us": torn.at,
+        "devices": list(torn.devices),
+        "proven": receipt.proven,
+        "ladder": receipt.ladder,
+        "containment": receipt.containment,
+        "pids": list(receipt.pids),
+        "freed_bytes": receipt.freed_bytes,
+        "scrubbed_bytes": receipt.scrubbed_bytes,
+        "duration_us": receipt.duration_us,
+        "detail": receipt.detail,
     }
 
 

@@ -124,6 +124,24 @@ class LeaseNotActive(LeaseLost):
     code = "lease_not_active"
 
 
+class WorkerLost(LeaseLost):
+    """The leased worker ended under the call; what it had committed is safe, the call has no result."""
+
+    code = "worker_lost"
+    remedy = "call again: a new lease and a new worker are taken; the function must not mind having been begun before"
+
+    def __init__(self, message: str = "", *, begun: bool = True, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.begun = begun  # False: the call never reached the worker, so repeating it is safe
+
+
+class CallFailed(SubletError):
+    """The function raised an exception in the leased worker that cannot be sent back as it was; the worker is still usable."""
+
+    code = "call_failed"
+    remedy = "its traceback is in the cause; correct the function and call again"
+
+
 class Stale(SubletError):
     """Somebody moved it first; nothing was written."""
 

@@ -37,6 +37,7 @@ from sublet.core.errors import (
 )
 from sublet.core.kernel import Scalar, Shape3
 from sublet.core.values import check_name, format_duration, format_size
+from sublet.drivers.scrub import overwrite_free
 from sublet.ports.driver import Capabilities
 from sublet.ports.ledger import FoundDevice
 
@@ -48,6 +49,8 @@ _INVALID_VALUE, _OUT_OF_MEMORY, _UNSUPPORTED_PTX = 1, 2, 222
 _NOT_FOUND, _NOT_READY, _TOO_MANY_RESOURCES = 500, 600, 701
 _NOT_CODE = frozenset({200, 209, 218, 220, 221, _UNSUPPORTED_PTX, 300})  # what a module may be refused for
 _LOST = frozenset({214, 700, 702, *range(709, 722)})  # the context is gone, and every later call says so too
+
+_NVML_NOT_LOADED = 9  # NVML's own numbers begin anew
 
 _LOG_BYTES = 16_384
 _MOST_TIMED = 512  # launches whose events are kept before finished ones are added up
@@ -89,6 +92,7 @@ class Code:
     functions: dict[str, tuple[Any, tuple[Param, ...] | None]] = field(default_factory=dict)
 
 
+_ELF = b"\x7fELF"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _PTX = re.compile(r"\s*\.version\s+\d+\.\d+\s+\.target\s")
 _ENTRY = re.compile(r"\.entry\s+([\w$%]+)\s*(?:\(([^)]*)\))?")
@@ -97,7 +101,7 @@ _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([usbf])(\d+)\b[^\[,]*(?:
 
 def source_kind(source: str | bytes) -> str:
     """'ptx', 'cubin' or 'cuda-c', by content."""
-    if isinstance(source, bytes) and source.startswith(b"\x7fELF"):
+    if isinstance(source, bytes) and source.startswith(_ELF):
         return "cubin"
     try:
         text = source.decode() if isinstance(source, bytes) else source
@@ -329,8 +333,9 @@ class CudaContext:
             return self._module(otherwise)
         if code in _NOT_CODE:
             said = log.split(b"\0", 1)[0].decode(errors="replace").strip()
+            what = "does not take this cubin" if image.startswith(_ELF) else "did not compile this PTX"
             raise CompileFailed(
-                f"the device does not take this module: {self._api.words(code)}{f'{chr(10)}{said}' if said else ''}"
+                f"the device {what}: {self._api.words(code)}{f'{chr(10)}{said}' if said else ''}"
             )
         if code:
             raise self._api.fault("cuModuleLoadDataEx", code)
@@ -466,8 +471,8 @@ class CudaDriver:
     def __init__(self) -> None:
         self._nvml_pid = 0
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(sources=("ptx", "cubin", "cuda-c"), measures_memory=True)
+    def capabilities(self, ordinal: int = 0) -> Capabilities:
+        return Capabilities(sources=("ptx", "cubin", "cuda-c"), measures_memory=True, keeps_contents=True)
 
     def _nvml(self) -> Any:
         """NVML, initialised once per process: where no persistence daemon runs, doing it anew takes a second each time."""
@@ -484,14 +489,17 @@ class CudaDriver:
         return pynvml
 
     def probe(self, spec: str, host: str) -> list[FoundDevice]:
-        """`auto`, `all`, or numbers (as nvidia-smi counts) and UUIDs joined by '+': `cuda:0+1`."""
+        """`auto`, `all`, or numbers (as nvidia-smi counts) and UUIDs joined by '+': `cuda:0+1`.
+
+        `auto` passes over what cannot be used; `all` says why. A host without an NVIDIA driver has none, for both.
+        """
         automatic = spec in ("", "auto")
         try:
             nvml = self._nvml()
             _find_libraries()
             count = _count(nvml)
         except SubletError as e:
-            if automatic:
+            if automatic or (spec == "all" and _no_driver(e)):
                 return []
             raise BadInput(
                 f"SUBLET_DEVICES cuda:{spec[:40]} cannot be used: {e} ({e.remedy})", remedy=e.remedy
@@ -515,7 +523,7 @@ class CudaDriver:
             driver=self.name,
             ordinal=ordinal,
             name=nvml.nvmlDeviceGetName(handle),
-            capacity_bytes=_capacity(nvml, handle),
+            capacity_bytes=_memory(nvml, handle)[0],
         )
 
     def open(self, device_id: str, ordinal: int, lease_id: str) -> CudaContext:
@@ -531,20 +539,35 @@ class CudaDriver:
             + (f": CUDA_VISIBLE_DEVICES is {visible[:80]!r}" if visible is not None else "")
         )
 
-    def used_bytes(self, device_id: str, ordinal: int) -> int | None:
-        """What compute processes hold, by NVML's account. None when it keeps none."""
+    def used_bytes(self, device_id: str, ordinal: int, besides: frozenset[int] = frozenset()) -> int | None:
+        """The device's own figure, which knows the memory of dead processes too, less what NVML says `besides` hold.
+
+        None when it does not say that. A driver too old to tell what it keeps for itself counts that as used.
+        """
         try:
             nvml = self._nvml()
         except SubletError:
             return None
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(device_id)
-            held = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+            running = nvml.nvmlDeviceGetComputeRunningProcesses(handle) if besides else ()
+            theirs = [p.usedGpuMemory for p in running if p.pid in besides]
+            _, used = _memory(nvml, handle)
         except nvml.NVMLError as e:
             if e.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_NO_PERMISSION):
                 return None
             raise DeviceFault(f"NVML cannot say what {device_id} holds: {e}") from e
-        return None if None in held else sum(held)
+        return None if None in theirs else max(0, used - sum(theirs))
+
+    def scrub(self, device_id: str, ordinal: int, size: int) -> int:
+        try:
+            context = self.open(device_id, ordinal, "scrub")
+        except OutOfMemory:  # not even a context fits: nothing is free
+            return 0
+        try:
+            return overwrite_free(context, size)
+        finally:
+            context.close()
 
 
 def _find_libraries() -> None:
@@ -561,6 +584,17 @@ def _find_libraries() -> None:
         raise DeviceFault(
             "the driver library libcuda.so.1 is missing", remedy="install the NVIDIA driver"
         ) from e
+
+
+def _no_driver(error: SubletError) -> bool:
+    """Is there no NVIDIA driver at all, rather than one that does not work?"""
+    if getattr(error.__cause__, "value", None) == _NVML_NOT_LOADED:
+        return True
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return True
+    return False
 
 
 def _count(nvml: Any) -> int:
@@ -597,10 +631,11 @@ def _named(nvml: Any, spec: str, count: int) -> list[int]:
     return chosen
 
 
-def _capacity(nvml: Any, handle: Any) -> int:
-    """What processes can have: without what the driver keeps for itself, where it says how much that is."""
+def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
+    """What processes can have, and what is in use: without what the driver keeps for itself, where it says how much that is."""
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-        return int(memory.total - memory.reserved)
+        return int(memory.total - memory.reserved), int(memory.used)
     except nvml.NVMLError:
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(memory.total), int(memory.used)

@@ -15,10 +15,10 @@ import inspect
 import mmap
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sublet.core.errors import BadInput, CompileFailed, DeviceFault, KernelTimeout, OutOfMemory
@@ -29,6 +29,8 @@ from sublet.ports.ledger import FoundDevice
 
 _SPEC = re.compile(r"(?:(\d+)x)?([^!]+)(?:!(.*))?")
 MOST = 1024
+#: What a leaking device keeps: enough to tell from the coming and going of a desktop. Never touched, so it costs no memory.
+LEAK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,8 @@ class Faults:
 
     latency_us: int = 0
     oom_bytes: int = 0  # the device fails above this, whatever it claims to have
-    wedge: bool = False  # closing hangs
-    leak: bool = False  # memory stays held after the process is gone
+    wedge: bool = False  # once opened, memory never comes back and closing hangs
+    leak: bool = False  # closing leaves memory behind
 
 
 def parse_faults(text: str) -> Faults:
@@ -171,12 +173,15 @@ class HostContext:
             _leak(self._device_id)
 
 
+def leaks(device_id: str) -> Path:
+    """Where a faulty device keeps what it does not give back. Removing the file is what resets the device."""
+    return Path("/dev/shm") / f"sublet-leak-{device_id}"
+
+
 def _leak(device_id: str) -> None:
-    """A process outside the lease keeps device memory, as a wedged kernel module would."""
-    fd = os.memfd_create(memory_name(device_id), 0)
-    os.ftruncate(fd, 1 << 20)
-    subprocess.Popen(["sleep", "600"], pass_fds=(fd,), start_new_session=True)
-    os.close(fd)
+    """Memory that no process holds and that stays in use all the same, as with a wedged kernel module."""
+    with leaks(device_id).open("ab") as file:
+        file.truncate(LEAK_BYTES)
 
 
 class HostDriver:
@@ -187,8 +192,9 @@ class HostDriver:
     def __init__(self) -> None:
         self._faults: dict[str, Faults] = {}
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(sources=("python",), measures_memory=True)
+    def capabilities(self, ordinal: int = 0) -> Capabilities:
+        # The kernel zeroes pages before it gives them to anybody.
+        return Capabilities(sources=("python",), measures_memory=True, keeps_contents=False)
 
     def probe(self, spec: str, host: str) -> list[FoundDevice]:
         """`spec` is what follows `host:`; empty or `auto` means one device of half the machine's memory."""
@@ -217,12 +223,16 @@ class HostDriver:
         )
 
     def open(self, device_id: str, ordinal: int, lease_id: str) -> HostContext:
-        return HostContext(device_id, self._faults.get(device_id, Faults()))
+        faults = self._faults.get(device_id, Faults())
+        if faults.wedge:  # now: whoever is killed later gets no chance to
+            _leak(device_id)
+        return HostContext(device_id, faults)
 
-    def used_bytes(self, device_id: str, ordinal: int) -> int | None:
-        """Each anonymous file of the device, once, however many processes hold it."""
+    def used_bytes(self, device_id: str, ordinal: int, besides: frozenset[int] = frozenset()) -> int | None:
+        """Each anonymous file of the device, once, however many processes hold it; none that one of `besides` holds too."""
         wanted = f"/memfd:{memory_name(device_id)} (deleted)"
         found: dict[int, int] = {}
+        theirs: set[int] = set()
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -231,4 +241,12 @@ class HostDriver:
                         if os.readlink(path) == wanted:
                             info = os.stat(path)
                             found[info.st_ino] = info.st_size
-        return sum(found.values())
+                            if int(pid) in besides:
+                                theirs.add(info.st_ino)
+        held = sum(size for inode, size in found.items() if inode not in theirs)
+        with contextlib.suppress(OSError):
+            held += leaks(device_id).stat().st_size
+        return held
+
+    def scrub(self, device_id: str, ordinal: int, size: int) -> int:
+        return 0

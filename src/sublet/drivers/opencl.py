@@ -5,6 +5,7 @@ Rules of this file:
   and a device is opened only where it will be used.
 - PoCL does not cap its memory; the session's quota does. What a process held goes when the process goes, so only its death is
   proof here (`used_bytes` is None).
+- A CPU device's memory comes zeroed from the kernel. A GPU's may still hold what the last process wrote, and is scrubbed.
 - Argument types are checked against the kernel's own signature before they are set.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 from sublet.core.errors import BadInput, CompileFailed, DeviceFault, KernelTimeout, OutOfMemory
 from sublet.core.kernel import Scalar, Shape3
 from sublet.core.values import format_size
+from sublet.drivers.scrub import overwrite_free
 from sublet.ports.driver import Capabilities
 from sublet.ports.ledger import FoundDevice
 
@@ -219,6 +221,7 @@ def _describe() -> list[dict[str, object]]:
                 "name": device.name.strip(),
                 "memory": int(device.global_mem_size),
                 "cpu": on_cpu,
+                "float64": bool(device.double_fp_config),
             }
         )
     return found
@@ -229,8 +232,20 @@ class OpenClDriver:
 
     name = "opencl"
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(sources=("opencl-c",), measures_memory=False)
+    def __init__(self) -> None:
+        self._seen: list[dict[str, Any]] | None = None
+
+    def capabilities(self, ordinal: int = 0) -> Capabilities:
+        if self._seen is None:
+            self._seen = self._see() if _installed() else []
+        # A device that was not seen is taken for a GPU: scrubbing for nothing does no harm.
+        on_cpu = any(d["ordinal"] == ordinal and d["cpu"] for d in self._seen)
+        return Capabilities(
+            sources=("opencl-c",),
+            measures_memory=False,
+            keeps_contents=not on_cpu,
+            float64=all(d.get("float64", True) for d in self._seen if d["ordinal"] == ordinal),
+        )
 
     def probe(self, spec: str, host: str) -> list[FoundDevice]:
         """`auto`: real GPUs, or the CPU device if there is none. `all`, or ordinals joined by '+'."""
@@ -238,7 +253,7 @@ class OpenClDriver:
             if spec == "auto":
                 return []
             raise BadInput("SUBLET_DEVICES asks for OpenCL, which is not installed", remedy=_INSTALL)
-        seen = self._see()
+        seen = self._seen = self._see()
         cpus = sum(bool(d["cpu"]) for d in seen)
         if spec == "auto" and cpus < len(seen):
             seen = [d for d in seen if not d["cpu"]]
@@ -282,8 +297,17 @@ class OpenClDriver:
             raise DeviceFault(f"{device_id} needs OpenCL, which is not installed here", remedy=_INSTALL)
         return OpenClContext(ordinal)
 
-    def used_bytes(self, device_id: str, ordinal: int) -> int | None:
+    def used_bytes(self, device_id: str, ordinal: int, besides: frozenset[int] = frozenset()) -> int | None:
         return None
+
+    def scrub(self, device_id: str, ordinal: int, size: int) -> int:
+        if not self.capabilities(ordinal).keeps_contents:
+            return 0
+        context = self.open(device_id, ordinal, "scrub")
+        try:
+            return overwrite_free(context, size)
+        finally:
+            context.close()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Rules of this file:
 - A process is a pid *and* its start tick; a recycled pid is somebody else and is never signalled.
 - Death is seen by pidfd, never assumed after a signal was sent.
-- Descendants are stopped before they are killed, so that none can fork while the tree is being walked. A child that
-  daemonised away before the walk is beyond this containment; the Receipt names the containment so nobody believes more.
+- Descendants are stopped before they are killed, so that none can fork while the tree is being walked. A leased worker's are
+  contained (`containment.py`); a plain process's child that daemonised away unseen is beyond us, and the Receipt says so.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from sublet.core.lease import Holder
 from sublet.failpoints import failpoint
+from sublet.hosting.containment import CGROUP, PID_NAMESPACE, Group, group_name
 from sublet.ports.processes import Receipt
 
 #: A killed process with gigabytes resident needs a moment to give them back; one stuck in the kernel never does.
@@ -55,6 +56,10 @@ def all_stats() -> dict[int, Stat]:
     return found
 
 
+def children_of(parent: int, stats: dict[int, Stat]) -> list[Stat]:
+    return [s for s in stats.values() if s.parent == parent]
+
+
 def descendants(root: int, stats: dict[int, Stat]) -> list[Stat]:
     children: dict[int, list[Stat]] = {}
     for stat in stats.values():
@@ -82,10 +87,57 @@ def _open(pid: int, started: int) -> int | None:
     return fd
 
 
-def _ended(fd: int, wait_us: int) -> bool:
+def ended(fd: int, wait_us: int) -> bool:
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(max(0, wait_us) / 1000))
+
+
+def _freeze(root: int, watched: dict[int, int]) -> None:
+    """Stop the tree until a walk finds nobody new, so that none can fork away from the kill that follows."""
+    for _ in range(100):
+        fresh = [c for c in descendants(root, all_stats()) if c.pid not in watched]
+        for fd in watched.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGSTOP)
+        if not fresh:
+            return
+        for child in fresh:
+            _watch_too(watched, child.pid, child.started)
+
+
+def _watch_too(watched: dict[int, int], pid: int, started: int) -> None:
+    if pid not in watched:
+        fd = _open(pid, started)
+        if fd is not None:
+            watched[pid] = fd
+
+
+def _other_namespace(pid: int) -> bool:
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino != os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return False
+
+
+def end_children(wait_us: int) -> list[int]:
+    """Kill and reap everything below this process, orphans it adopts meanwhile included; who outlived that."""
+    give_up = time.monotonic_ns() // 1000 + wait_us
+    while True:
+        watched: dict[int, int] = {}
+        _freeze(os.getpid(), watched)
+        for fd in watched.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return []
+        if time.monotonic_ns() // 1000 >= give_up:
+            return sorted(watched)
+        time.sleep(0.001)
 
 
 class HostProcesses:
@@ -100,19 +152,45 @@ class HostProcesses:
 
     def watch(self, holder: Holder) -> int | None:
         fd = _open(holder.pid, holder.started)
-        if fd is not None and _ended(fd, 0):  # a zombie nobody has waited for
+        if fd is not None and ended(fd, 0):  # a zombie nobody has waited for
             os.close(fd)
             return None
         return fd
 
-    def end(self, holder: Holder, term_wait_us: int) -> Receipt:
+    def trees(self, holders: Iterable[Holder]) -> dict[Holder, tuple[Holder, ...]]:
+        stats = all_stats()
+        found: dict[Holder, tuple[Holder, ...]] = {}
+        for holder in holders:
+            stat = stats.get(holder.pid)
+            if stat is not None and stat.started == holder.started:
+                below = descendants(holder.pid, stats)
+                found[holder] = (
+                    holder,
+                    *(Holder(host=self._host, pid=s.pid, started=s.started) for s in below),
+                )
+        return found
+
+    def sweep(self) -> list[int]:
+        swept = []
+        for pid, started, group in Group.all():
+            stat = read_stat(pid)
+            if stat is None or stat.started != started or stat.state == "Z":
+                swept += group.pids()
+                group.kill()
+                if group.emptied(KILL_WAIT_US):
+                    group.remove()
+        return swept
+
+    def end(self, holder: Holder, term_wait_us: int, also: Iterable[Holder] = ()) -> Receipt:
         begun = time.monotonic_ns()
+        group = Group.find(group_name(holder.pid, holder.started))
+        inside = {CGROUP} if group is not None else set()
 
         def receipt(proven: bool, ladder: str, pids: Iterable[int], detail: str = "") -> Receipt:
             return Receipt(
                 proven=proven,
                 ladder=ladder,
-                containment=CONTAINMENT,
+                containment=", ".join(sorted(inside)) or CONTAINMENT,
                 pids=tuple(sorted(pids)),
                 duration_us=(time.monotonic_ns() - begun) // 1000,
                 detail=detail,
@@ -120,30 +198,29 @@ class HostProcesses:
 
         if holder.pid <= 1 or holder.pid == os.getpid():
             return receipt(False, "unproven", (), f"pid {holder.pid} is not one a warden may end")
-        leader = _open(holder.pid, holder.started)
-        if leader is None:
-            return receipt(True, "gone", ())
-        watched = {holder.pid: leader}
-        ladder = "term"
+        watched: dict[int, int] = {}
         try:
-            for child in descendants(holder.pid, all_stats()):
-                fd = _open(child.pid, child.started)
-                if fd is not None:
-                    watched[child.pid] = fd
-            # The leader first: it may be saving, and its children are what it saves from.
-            signal.pidfd_send_signal(leader, signal.SIGTERM)
-            gone = _ended(leader, term_wait_us)
-            if not gone or not all(_ended(fd, 0) for fd in watched.values()):
-                ladder = "kill"
-                self._freeze(holder.pid, watched)
-                for fd in watched.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(fd, signal.SIGKILL)
+            leader = _open(holder.pid, holder.started)
+            if leader is not None:
+                watched[holder.pid] = leader
+                for child in descendants(holder.pid, all_stats()):
+                    _watch_too(watched, child.pid, child.started)
+                    if _other_namespace(child.pid):
+                        inside.add(PID_NAMESPACE)
+            for orphan in also:  # seen below the holder while it lived
+                _watch_too(watched, orphan.pid, orphan.started)
+            ladder = self._ladder(holder.pid, leader, watched, term_wait_us)
+            if group is not None:
+                group.kill()
             failpoint("teardown_after_kill")
             give_up = time.monotonic_ns() // 1000 + KILL_WAIT_US
             alive = [
-                pid for pid, fd in watched.items() if not _ended(fd, give_up - time.monotonic_ns() // 1000)
+                pid for pid, fd in watched.items() if not ended(fd, give_up - time.monotonic_ns() // 1000)
             ]
+            if group is not None:
+                if not group.emptied(give_up - time.monotonic_ns() // 1000):
+                    alive += group.pids()
+                group.remove()
             if alive:
                 return receipt(
                     False, "unproven", watched, f"pids {alive} outlived SIGKILL by {KILL_WAIT_US // 1000} ms"
@@ -153,23 +230,24 @@ class HostProcesses:
             return receipt(
                 False, "unproven", watched, f"not permitted to end pid {holder.pid}; run the warden as root"
             )
-        except ProcessLookupError:
-            return receipt(True, "gone", watched)
         finally:
             for fd in watched.values():
                 os.close(fd)
 
     @staticmethod
-    def _freeze(root: int, watched: dict[int, int]) -> None:
-        """Stop the tree until a walk finds nobody new."""
-        for _ in range(100):
-            fresh = [c for c in descendants(root, all_stats()) if c.pid not in watched]
+    def _ladder(root: int, leader: int | None, watched: dict[int, int], term_wait_us: int) -> str:
+        """TERM to the leader, then KILL to everything; which rung it took."""
+        ladder = "gone"
+        if leader is not None and not ended(leader, 0):
+            ladder = "term"
+            # The leader first: it may be saving, and its children are what it saves from.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(leader, signal.SIGTERM)
+            ended(leader, term_wait_us)
+        if not all(ended(fd, 0) for fd in watched.values()):
+            ladder = "kill"
+            _freeze(root, watched)
             for fd in watched.values():
                 with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(fd, signal.SIGSTOP)
-            if not fresh:
-                return
-            for child in fresh:
-                opened = _open(child.pid, child.started)
-                if opened is not None:
-                    watched[child.pid] = opened
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        return ladder

@@ -37,6 +37,7 @@ from sublet.core.lease import (
     renew as decide_renew,
 )
 from sublet.core.values import format_duration
+from sublet.ledger import receipts
 from sublet.ledger import slices as slicing
 from sublet.ledger.credentials import opened, proves, secret_hash
 from sublet.ledger.rows import (
@@ -107,7 +108,7 @@ def mark(tx: Tx, key: LeaseKey, busy: bool) -> None:
         tx.rings.add(SCHEDULE_TOPIC)
 
 
-def release(tx: Tx, lease_id: str, secret: str) -> bool | SubletError:
+def release(tx: Tx, lease_id: str, secret: str, torn_down: bool = True) -> bool | SubletError:
     _ = tx.pool
     row = opened(tx, lease_id, secret)
     if isinstance(row, NotFound):
@@ -123,7 +124,7 @@ def release(tx: Tx, lease_id: str, secret: str) -> bool | SubletError:
         why, detail = lease.reason or EndReason.REVOKED, f"drained in time: {lease.detail}"
     else:
         why, detail = EndReason.RELEASED, "released by its holder"
-    _close(tx, lease, strand_end_of(row), why, detail, settled=True)
+    _close(tx, lease, strand_end_of(row), why, detail, settled=torn_down)
     return True
 
 
@@ -287,10 +288,13 @@ def settle(tx: Tx, lease_id: str, epoch: int, receipt: Receipt) -> bool:
         "ladder": receipt.ladder,
         "containment": receipt.containment,
         "pids": list(receipt.pids),
+        "freed_bytes": receipt.freed_bytes,
+        "scrubbed_bytes": receipt.scrubbed_bytes,
         "duration_us": receipt.duration_us,
         "detail": receipt.detail,
     }
     write_main(tx, "lease.settled", lease.tenant, lease.id, body)
+    receipts.keep(tx, lease, receipt)
     tx.run("UPDATE lease SET settled_at = ? WHERE id = ?", tx.now, lease.id)
     if not receipt.proven:
         note = f"teardown of lease {lease.id} was not proven: {receipt.detail}"

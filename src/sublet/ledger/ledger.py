@@ -22,7 +22,7 @@ from sublet.core.meter import Usage
 from sublet.core.policy import Policy
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, check_name
-from sublet.ledger import devices, journal, leases, progress, restored, tenants, ticking, waitlist
+from sublet.ledger import devices, journal, leases, progress, receipts, restored, tenants, ticking, waitlist
 from sublet.ledger.credentials import unknown
 from sublet.ledger.rows import SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, policy_of, write_main
@@ -32,6 +32,7 @@ from sublet.ports.ledger import (
     FoundDevice,
     HostView,
     LeaseKey,
+    Teardown,
     TickResult,
     Verification,
 )
@@ -103,9 +104,11 @@ class SqlLedger:
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         self._write(lambda tx: leases.mark(tx, key, busy), durable=False)
 
-    def release(self, lease_id: str, secret: str, *, patience_us: int | None = None) -> bool:
+    def release(
+        self, lease_id: str, secret: str, *, torn_down: bool = True, patience_us: int | None = None
+    ) -> bool:
         return self._write(  # type: ignore[no-any-return]
-            lambda tx: leases.release(tx, lease_id, secret), durable=False, patience_us=patience_us
+            lambda tx: leases.release(tx, lease_id, secret, torn_down), durable=False, patience_us=patience_us
         )
 
     def look(self, lease_id: str) -> Answer:
@@ -133,6 +136,9 @@ class SqlLedger:
 
     def settle(self, lease_id: str, epoch: int, receipt: Receipt) -> bool:
         return self._write(lambda tx: leases.settle(tx, lease_id, epoch, receipt), durable=False)  # type: ignore[no-any-return]
+
+    def receipts(self, *, tenant: str = "", limit: int = 200) -> list[Teardown]:
+        return self.engine.read(lambda tx: receipts.newest(tx, tenant=tenant, limit=limit))
 
     def tick(self, host: str = "") -> TickResult:
         return self.engine.write(lambda tx: ticking.tick(tx, host), durable=True)

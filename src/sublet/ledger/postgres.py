@@ -463,7 +463,11 @@ class PostgresLedger(SqlLedger):
                 answers.append(refusal)
         return answers
 
-    def release(self, lease_id: str, secret: str, *, patience_us: int | None = None) -> bool:
+    def release(
+        self, lease_id: str, secret: str, *, torn_down: bool = True, patience_us: int | None = None
+    ) -> bool:
+        if not torn_down:
+            return super().release(lease_id, secret, torn_down=False, patience_us=patience_us)
         row = self.engine.call(
             "SELECT sublet_release(%s,%s)",
             (lease_id, secret_hash(secret)),

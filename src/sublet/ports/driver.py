@@ -2,7 +2,9 @@
 
 Rules of this port:
 - A driver does what it is told with raw handles; `drivers.session.GpuSession` has checked owner, bounds, liveness, quota and
-  lease before it is told. Only a session calls a Context.
+  lease before it is told. Only a session calls a Context; so do scrubbing and the self-test, which no lease stands behind.
+- Memory freed by one process may be handed to the next with what is in it (`keeps_contents`). `scrub` is what is done about it, by
+  a process of its own, before memory that somebody had is granted again.
 - Failures of the device are `DeviceFault` with the device's own words in them; foreign exceptions do not pass this edge.
 """
 
@@ -24,6 +26,7 @@ RawModule = Any
 class Capabilities:
     sources: tuple[str, ...]  # what `load` accepts: 'python', 'opencl-c', 'ptx', 'cubin', 'cuda-c'
     measures_memory: bool  # can `used_bytes` see what other processes hold?
+    keeps_contents: bool  # may memory freed by one process be read by the next that gets it?
     float64: bool = True
 
 
@@ -59,7 +62,8 @@ class Driver(Protocol):
 
     name: str
 
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self, ordinal: int = 0) -> Capabilities:
+        """What that device can. Never opens it."""
 
     def probe(self, spec: str, host: str) -> Sequence[FoundDevice]:
         """Called by a warden: the devices a part of SUBLET_DEVICES names. Empty when there is none; never raises for that."""
@@ -67,5 +71,11 @@ class Driver(Protocol):
     def open(self, device_id: str, ordinal: int, lease_id: str) -> Context:
         """Called in the process that will use it, never in one that later forks."""
 
-    def used_bytes(self, device_id: str, ordinal: int) -> int | None:
-        """Called by a warden: what all processes hold on the device, or None when only process death can tell."""
+    def used_bytes(self, device_id: str, ordinal: int, besides: frozenset[int] = frozenset()) -> int | None:
+        """Called by a warden: what is in use on the device by anybody except the processes `besides` (pids as the host counts
+        them), also by processes that are gone. None when only process death can tell."""
+
+    def scrub(self, device_id: str, ordinal: int, size: int) -> int:
+        """Called in a process of its own before memory is granted again: overwrite `size` bytes of free memory, or as much as
+        is free. How many bytes were overwritten: 0 where freed memory does not keep its contents. `DeviceFault` when the
+        device does not read back what was written."""

@@ -73,6 +73,17 @@ class HostView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Teardown:
+    """A Receipt with what it is the Receipt of."""
+
+    lease_id: str
+    tenant: str
+    at: int
+    devices: tuple[str, ...]
+    receipt: Receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     rows: int
     strands: int
@@ -105,8 +116,11 @@ class Ledger(Protocol):
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         """The holder began or stopped working; only this decides who is idle."""
 
-    def release(self, lease_id: str, secret: str, *, patience_us: int | None = None) -> bool:
-        """Give it back, or leave the waitlist. False when it was over already: releasing twice is fine."""
+    def release(
+        self, lease_id: str, secret: str, *, torn_down: bool = True, patience_us: int | None = None
+    ) -> bool:
+        """Give it back, or leave the waitlist. False when it was over already: releasing twice is fine. `torn_down` False leaves
+        the slices where they are until a warden has ended the holder and settled it."""
 
     def look(self, lease_id: str) -> Answer:
         """Read one lease, without a lock."""
@@ -120,6 +134,9 @@ class Ledger(Protocol):
 
     def settle(self, lease_id: str, epoch: int, receipt: Receipt) -> bool:
         """The teardown is over: slices go back if it was proven, else their devices are withheld."""
+
+    def receipts(self, *, tenant: str = "", limit: int = 200) -> list[Teardown]:
+        """For listings and audits: how teardowns went, newest first."""
 
     def tick(self, host: str = "") -> TickResult:
         """Run the schedule once and apply it. `host` is the caller's, which is alive by definition."""

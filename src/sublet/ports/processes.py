@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,8 @@ class Receipt:
     ladder: str  # 'gone', 'term', 'kill', or 'unproven'
     containment: str
     pids: tuple[int, ...] = ()
+    freed_bytes: int = 0  # device memory the lease held when its teardown began
+    scrubbed_bytes: int = 0
     duration_us: int = 0
     detail: str = ""
 
@@ -27,5 +30,11 @@ class Processes(Protocol):
     def watch(self, holder: Holder) -> int | None:
         """A descriptor that becomes readable when the process ends; None when it is already gone."""
 
-    def end(self, holder: Holder, term_wait_us: int) -> Receipt:
-        """Called by the warden at a deadline: TERM, then KILL, for the process and all below it, and wait."""
+    def trees(self, holders: Iterable[Holder]) -> dict[Holder, tuple[Holder, ...]]:
+        """Each of them that lives, with everything below it, itself first."""
+
+    def sweep(self) -> list[int]:
+        """Called by a warden when it starts and now and then: end what outlived its supervisor; which pids."""
+
+    def end(self, holder: Holder, term_wait_us: int, also: Iterable[Holder] = ()) -> Receipt:
+        """Called by the warden at a deadline: TERM, then KILL, for the process, all below it, and `also`; and wait."""

@@ -5,6 +5,7 @@ Rules of this file:
   (L6), counted on this process's monotonic clock from before the question was sent.
 - A lease belongs to the process that acquired it. A forked child has a copy of the object, not the lease.
 - Releasing twice is fine; leaving the `with` block always releases.
+- A lease held by a worker hands every new deadline to the worker's supervisor, which needs nobody else to enforce it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
+from typing import Any
 
 from sublet.core import notice as notices
-from sublet.core.errors import BadInput, Disconnected, InvariantBroken, LeaseLost, SubletError
+from sublet.core.errors import BadInput, Disconnected, InvariantBroken, LeaseLost, SubletError, WorkerLost
 from sublet.core.lease import Lease as LeaseRow
 from sublet.core.lease import LeaseState
 from sublet.core.notice import Notice
@@ -26,6 +28,7 @@ from sublet.core.renewal import local_deadline
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
 from sublet.ports.session import Session
+from sublet.ports.worker import Call, Worker
 
 #: Leaving must not hang: a lease that cannot be given back runs out by itself.
 RELEASE_PATIENCE_US = 2_000_000
@@ -45,9 +48,12 @@ class Lease:
         self._row = answer.lease
         self._sent_at = sent_at
         self._deadline_us = local_deadline(sent_at, answer.lease.request.ttl_us)
+        self._ends_us = sent_at + answer.lease.ends_at - answer.at  # when the ledger fences it, on our clock
+        self._worker: Worker | None = None
         self._notice: Notice | None = None
         self._callbacks: list[Callable[[Notice], None]] = []
         self._in_flight = 0
+        self._idle_since_us = sent_at
         self._touched = True
         self._over = ""  # why, once it is over
         self._on_release: Callable[[Lease], None] = lambda lease: None
@@ -106,6 +112,8 @@ class Lease:
         """'active', 'revoking' or 'ended', as far as this process can be sure."""
         if self._over or self._pid != os.getpid() or self._clock.monotonic_us() >= self._deadline_us:
             return "ended"
+        if self._worker is not None and self._worker.ending:
+            return "ended"
         return "revoking" if self._row.state is LeaseState.REVOKING else "active"
 
     def __repr__(self) -> str:
@@ -115,7 +123,8 @@ class Lease:
 
     def check(self) -> None:
         """Raise `LeaseLost` unless new work may be started now."""
-        if self.status == "ended":
+        # The worker is not asked: whatever is sent to one that is gone says so.
+        if self._over or self._clock.monotonic_us() >= self._deadline_us or self._pid != os.getpid():
             raise LeaseLost(f"lease {self.id} has ended: {self._why_over()}")
 
     def _why_over(self) -> str:
@@ -132,21 +141,19 @@ class Lease:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Work in flight: the lease is busy, and renewed, until the block ends."""
+        """Work in flight: the lease is busy, and renewed, until the block ends. That it became idle is reported by the
+        keeper, a moment later: work that comes in many small pieces must not cost a write each."""
         with self._lock:
             self._in_flight += 1
-            begun = self._in_flight == 1
-        if begun:
+        if not self._row.busy:
             self._report(busy=True)
         try:
             yield
         finally:
             with self._lock:
                 self._in_flight -= 1
-                ended = self._in_flight == 0
                 self._touched = True
-            if ended:
-                self._report(busy=False)
+                self._idle_since_us = self._clock.monotonic_us()
 
     def _report(self, *, busy: bool) -> None:
         """Tell the ledger, so that only leases nobody uses are taken for those who wait."""
@@ -167,6 +174,50 @@ class Lease:
         self._sessions.append(session)
         return session
 
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call it in the leased worker: what it prints appears here, what it returns or raises comes back."""
+        self.check()
+        worker = self._the_worker()
+        with self.working():
+            try:
+                return worker.call(function, args, kwargs)
+            except WorkerLost as lost:
+                raise self._explained(lost) from lost.__cause__
+
+    def run_many(self, function: Callable[..., Any], calls: list[Call]) -> list[tuple[bool, Any]]:
+        """Several calls in one trip: (True, result) or (False, exception) each."""
+        self.check()
+        worker = self._the_worker()
+        with self.working():
+            try:
+                return worker.call_many(function, calls)
+            except WorkerLost as lost:
+                raise self._explained(lost) from lost.__cause__
+
+    def _the_worker(self) -> Worker:
+        if self._worker is None:
+            raise BadInput(
+                "this lease is held by this process, so there is no worker to run it in",
+                remedy='call the function directly, or lease with holder="worker"',
+            )
+        return self._worker
+
+    def _explained(self, lost: WorkerLost) -> WorkerLost:
+        """The supervisor knows that it ended the worker; the ledger knows why."""
+        why = lost.message
+        with contextlib.suppress(SubletError):
+            row = self._ledger.look(self.id).lease
+            if row.reason is not None:
+                why = f"GPU session ended ({row.reason.value}: {row.detail}); {lost.message}"
+        self._lost(why)
+        return WorkerLost(why, begun=lost.begun)
+
+    def _adopt(self, worker: Worker, environment: Mapping[str, str]) -> None:
+        """Granted: from here on the worker lives as long as the lease does."""
+        self._worker = worker
+        worker.arm(self._deadline_us, self._ends_us, confirm=True)
+        worker.begin(self.id, self.epoch, environment)
+
     def on_notice(self, callback: Callable[[Notice], None]) -> None:
         """Called once per new warning, from a thread of sublet's; set a flag there and return."""
         self._callbacks.append(callback)
@@ -185,13 +236,22 @@ class Lease:
             session.close()
         self._on_release(self)
         try:
-            self._ledger.release(self._row.id, self._secret, patience_us=RELEASE_PATIENCE_US)
+            # The ledger first: a worker that ends before would look like one that was lost.
+            self._ledger.release(
+                self._row.id,
+                self._secret,
+                torn_down=self._worker is None,
+                patience_us=RELEASE_PATIENCE_US,
+            )
         except Disconnected:
             # It runs out by itself, and this process will not use it again.
             pass
         except SubletError:
             if not was_over:
                 raise
+        finally:
+            if self._worker is not None:
+                self._worker.end("its lease was released")
 
     def __enter__(self) -> Lease:
         with self._lock:
@@ -220,6 +280,8 @@ class Lease:
         # A renewal cut short by a hold cap ends when the ledger says, not a ttl from now.
         promised = sent_at + answer.lease.expires_at - answer.at
         self._deadline_us = min(self._deadline_us, promised)
+        self._ends_us = promised
+        self._arm()
         if self._notice is not None and self._notice.source == "keeper":
             self._notice = None
         self._touched = self._in_flight > 0
@@ -233,9 +295,18 @@ class Lease:
             return
         if row.state is LeaseState.REVOKING:
             self._row = row
-            self._deadline_us = sent_at + row.deadline_at - at
+            self._deadline_us = self._ends_us = sent_at + row.deadline_at - at
+            self._arm()
             why = f"{row.reason.value if row.reason else 'revoked'}: {row.detail}"
             self._warn(Notice(source="lease", reason=why, deadline_us=self._deadline_us))
+
+    def _arm(self) -> None:
+        if self._worker is not None:
+            self._worker.arm(self._deadline_us, self._ends_us)
+
+    def _became_idle(self, now: int, after_us: int) -> bool:
+        """Nothing has been in flight for a while, and the ledger does not know it yet."""
+        return self._row.busy and not self._in_flight and now - self._idle_since_us >= after_us
 
     def _warn(self, warning: Notice) -> None:
         merged = notices.merge(self._notice, warning)

@@ -25,6 +25,9 @@ from sublet.ports.ledger import Answer, Ledger
 from sublet.ports.topics import lease_topic
 from sublet.runtime.holding import Lease
 
+#: A lease that had nothing in flight for so long is reported idle. Shorter than any policy's idle time, longer than the pause
+#: between two calls of a loop.
+IDLE_REPORT_US = 250_000
 #: Behind the bell: how often a lease is looked at anyway.
 LOOK_EVERY_US = 1_000_000
 
@@ -34,6 +37,7 @@ class _Kept:
     lease: Lease
     tenure: Tenure
     calling: bool = False
+    reporting: bool = False
     looked_at: int = 0
 
 
@@ -92,6 +96,7 @@ class Keeper:
         wake_at: int | None = None
         due: list[_Kept] = []
         look: list[_Kept] = []
+        idle: list[_Kept] = []
         for kept in list(self._kept.values()):
             lease = kept.lease
             if lease._over:
@@ -101,6 +106,12 @@ class Keeper:
             if not kept.calling and now - kept.looked_at >= LOOK_EVERY_US:
                 look.append(kept)
                 kept.looked_at = now
+            if lease._became_idle(now, IDLE_REPORT_US):
+                if not kept.reporting:
+                    kept.reporting = True
+                    idle.append(kept)
+            elif lease._row.busy and not lease._in_flight:
+                again = min(again, lease._idle_since_us + IDLE_REPORT_US)
             if lease.status == "revoking":
                 again = min(again, lease._deadline_us)
             else:
@@ -114,6 +125,8 @@ class Keeper:
             self._calls.put(("renew", due))
         if look:
             self._calls.put(("look", look))
+        if idle:
+            self._calls.put(("idle", idle))
         return wake_at
 
     def _advance(self, kept: _Kept, now: int, due: list[_Kept]) -> int:
@@ -140,9 +153,19 @@ class Keeper:
             what, batch = self._calls.get()
             if what == "renew":
                 self._renew(batch)
-            else:
+            elif what == "look":
                 for kept in batch:
                     self._look(kept)
+            else:
+                for kept in batch:
+                    self._report_idle(kept)
+
+    @staticmethod
+    def _report_idle(kept: _Kept) -> None:
+        kept.lease._report(busy=False)
+        kept.reporting = False
+        if kept.lease._busy():  # it began to work meanwhile, and believed that the ledger still knew
+            kept.lease._report(busy=True)
 
     def _renew(self, batch: list[_Kept]) -> None:
         with contextlib.suppress(Exception):

@@ -5,6 +5,7 @@ Rules of this file:
 - Enforcement never waits for the ledger: one thread watches and kills by local monotonic deadlines, another talks to the
   ledger. When the ledger is silent at a deadline, the holder dies anyway (K2) and the books are made up later.
 - A lease looked at too long ago may have been renewed since: before killing, the ledger is asked once more, for a moment.
+- A teardown is `runtime/teardown.py`'s, each in a thread of its own: one wedged device must not hold up the others.
 - All it knows it can read again: after its own death a new warden rebuilds the same picture from rows (K3).
 """
 
@@ -15,16 +16,18 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from sublet.core.device import Device, DeviceState
 from sublet.core.errors import SubletError
-from sublet.core.lease import EndReason, Lease, LeaseState
+from sublet.core.lease import EndReason, Holder, Lease, LeaseState
 from sublet.core.values import SECOND_US
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.ports.processes import Processes, Receipt
 from sublet.ports.topics import SCHEDULE_TOPIC, host_topic
+from sublet.runtime.teardown import DeviceMemory, Scrub, Teardown
 
 POLL_US = SECOND_US
 BEAT_US = 5 * SECOND_US
@@ -45,6 +48,7 @@ class _Watched:
     gone: bool = False
     ending: bool = False
     asked_at: int = 0  # when the ledger was asked whether it is really due
+    below: tuple[Holder, ...] = ()  # the holder and its descendants, as last seen
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class _Settlement:
 class _Shared:
     watched: dict[str, _Watched] = field(default_factory=dict)
     unsettled: dict[str, _Settlement] = field(default_factory=dict)
+    devices: dict[str, Device] = field(default_factory=dict)
 
 
 class Warden:
@@ -71,6 +76,8 @@ class Warden:
         clock: Clock,
         host: str,
         probe: Callable[[], Sequence[FoundDevice]],
+        memory: DeviceMemory,
+        scrub: Scrub,
         *,
         idle_exit_us: int | None = None,
         log: Callable[[str], None] = lambda line: None,
@@ -80,6 +87,8 @@ class Warden:
         self._clock = clock
         self._host = host
         self._probe = probe
+        self._memory = memory
+        self._teardown = Teardown(processes, memory, scrub)
         self._idle_exit_us = idle_exit_us
         self._log = log
         self._lock = threading.Lock()
@@ -89,11 +98,43 @@ class Warden:
         self._stopping = False
         self._ledger_busy_since = 0
         self._next_look_at: int | None = None  # monotonic
+        self._walked_at = 0
 
     # life
 
     def report(self) -> None:
+        swept = self._processes.sweep()
+        if swept:
+            self._log(f"ended pids {swept}, whose supervisor was gone")
         self._ledger.report_host(self._host, list(self._probe()))
+        view = self._ledger.host_view(self._host)
+        leased = self._pids_of(x.holder for x in view.leases)
+        devices = {d.id: d for d in self._ledger.devices(self._host)}
+        for device in devices.values():
+            self._memory.note_baseline(device, leased)
+        with self._lock:
+            self._shared.devices = devices
+
+    def _pids_of(self, holders: Iterable[Holder]) -> frozenset[int]:
+        trees = self._processes.trees(holder for holder in holders if holder.pid)
+        return frozenset(process.pid for tree in trees.values() for process in tree)
+
+    def _neighbours(self, lease_id: str) -> frozenset[int]:
+        """Processes of every other lease on this host."""
+        with self._lock:
+            holders = [
+                w.lease.holder for i, w in self._shared.watched.items() if i != lease_id and not w.gone
+            ]
+        return self._pids_of(holders)
+
+    def _former_holders(self) -> frozenset[int]:
+        """Those who gave their lease back and live on, maybe with a context open: theirs is not what this lease left."""
+        with contextlib.suppress(SubletError):
+            ended = [a.lease for a in self._ledger.leases(live_only=False, limit=500)]
+            return self._pids_of(
+                x.holder for x in ended if x.holder.host == self._host and x.reason is EndReason.RELEASED
+            )
+        return frozenset()
 
     def run(self) -> None:
         """Until `stop`, or until nothing has been leased here for the idle time."""
@@ -141,11 +182,13 @@ class Warden:
                     continue
                 with self._lock:
                     by_fd[fd].gone = True
-                self._inbox.put("gone")
 
     def _enforce(self, watched: _Watched, now: int) -> int:
         """Act on one lease if it is due; when to come back."""
-        if watched.gone or watched.ending or watched.lease.holder.pid == 0:
+        if watched.ending or watched.lease.holder.pid == 0:
+            return now + POLL_US
+        if watched.gone:  # by itself: no ttl to wait for, its slices go on as soon as nothing of it is left
+            self._begin_ending(watched)
             return now + POLL_US
         if watched.lease.state is LeaseState.ENDED:
             self._begin_ending(watched)
@@ -171,15 +214,27 @@ class Warden:
 
     def _tear_down(self, watched: _Watched) -> None:
         lease = watched.lease
-        receipt = self._processes.end(lease.holder, TERM_WAIT_US)
+        with self._lock:
+            devices = dict(self._shared.devices)
+        receipt = self._teardown.run(
+            lease.holder,
+            lease.slices,
+            devices,
+            lambda: self._neighbours(lease.id),
+            self._former_holders,
+            TERM_WAIT_US,
+            also=watched.below[1:],
+        )
         self._log(
             f"lease {lease.id}: pid {lease.holder.pid} {receipt.ladder}, proven={receipt.proven} {receipt.detail}"
         )
-        reason = lease.reason or EndReason.EXPIRED
+        if watched.gone and lease.state is not LeaseState.ENDED:
+            reason = EndReason.HOLDER_LOST
+            detail = f"its holder, process {lease.holder.pid}, ended without releasing it"
+        else:
+            reason, detail = lease.reason or EndReason.EXPIRED, lease.detail or "ended at its deadline"
         with self._lock:
-            self._shared.unsettled[lease.id] = _Settlement(
-                lease, reason, lease.detail or "ended at its deadline", receipt
-            )
+            self._shared.unsettled[lease.id] = _Settlement(lease, reason, detail, receipt)
         self._inbox.put("settle")
 
     def _unstick(self, now: int) -> None:
@@ -212,7 +267,6 @@ class Warden:
             now = self._clock.monotonic_us()
             try:
                 self._ledger_busy_since = now
-                self._end_the_gone()
                 self._settle()
                 self._refresh()
                 if now >= beat_at:
@@ -240,22 +294,6 @@ class Warden:
             pause = POLL_US
             if self._next_look_at is not None:
                 pause = max(1000, min(POLL_US, self._next_look_at - now))
-
-    def _end_the_gone(self) -> None:
-        """Holders that died by themselves: no ttl to wait for, their slices go on at once."""
-        with self._lock:
-            gone = [w for w in self._shared.watched.values() if w.gone and not w.ending]
-            for watched in gone:
-                watched.ending = True
-        for watched in gone:
-            self._report_gone(watched.lease)
-
-    def _report_gone(self, lease: Lease) -> None:
-        detail = f"its holder, process {lease.holder.pid}, ended without releasing it"
-        receipt = Receipt(proven=True, ladder="gone", containment="pidfd", pids=(lease.holder.pid,))
-        with self._lock:
-            self._shared.unsettled[lease.id] = _Settlement(lease, EndReason.HOLDER_LOST, detail, receipt)
-        self._settle()
 
     def _settle(self) -> None:
         with self._lock:
@@ -291,7 +329,7 @@ class Warden:
         if any(x.state is LeaseState.ENDED for x in view.leases):
             # About to act outside on something merely read.
             self._ledger.barrier()
-        died: list[Lease] = []
+        self._note_cleared({d.id: d for d in self._ledger.devices(self._host)}, view.leases)
         with self._lock:
             current = {x.id: x for x in view.leases}
             for lease_id in [i for i in self._shared.watched if i not in current]:
@@ -310,11 +348,28 @@ class Warden:
                 self._shared.watched[lease.id] = watched
                 if lease.holder.pid:
                     watched.fd = self._processes.watch(lease.holder)
-                    if watched.fd is None:
-                        watched.gone = watched.ending = True
-                        died.append(lease)
-        for lease in died:
-            self._report_gone(lease)
+                    watched.gone = watched.fd is None
+        self._walk(sent_at)
+
+    def _note_cleared(self, devices: dict[str, Device], leases: Sequence[Lease]) -> None:
+        """A device an operator has cleared is clean as it is now: that is its new baseline."""
+        with self._lock:
+            before, self._shared.devices = self._shared.devices, devices
+        for device in devices.values():
+            old = before.get(device.id)
+            if old is not None and old.state is DeviceState.QUARANTINED and device.state is DeviceState.READY:
+                self._memory.forget(device.id)
+                self._memory.note_baseline(device, self._pids_of(x.holder for x in leases))
+
+    def _walk(self, now: int) -> None:
+        """Who is below each holder, now and then: orphans of one that dies are then still known."""
+        if now - self._walked_at < POLL_US:
+            return
+        self._walked_at = now
+        with self._lock:
+            living = {w.lease.holder: w for w in self._shared.watched.values() if not w.gone and w.fd}
+        for holder, tree in self._processes.trees(living).items():
+            living[holder].below = tree
 
     def _drop(self, watched: _Watched) -> None:
         if watched.fd is not None:

@@ -1,0 +1,43 @@
+"""Opening a leased device with the driver that found it, in whichever process the lease's work runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from sublet.core.errors import Misconfigured
+from sublet.drivers.session import GpuSession, Held
+from sublet.ports.driver import Driver
+
+
+def installed_drivers() -> dict[str, Driver]:
+    """Every driver of this installation. A driver whose libraries are missing finds no devices."""
+    return {point.name: point.load()() for point in entry_points(group="sublet.drivers")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What must be known to open a device somewhere else than where it was found."""
+
+    driver: str
+    declared: str  # what SUBLET_DEVICES says about the driver's devices
+    host: str
+    device_id: str
+    ordinal: int
+    quota_bytes: int
+    watchdog_us: int
+
+
+def open_device(wanted: Opening, lease: Held) -> GpuSession:
+    driver = installed_drivers().get(wanted.driver)
+    if driver is None:
+        raise Misconfigured(
+            f"device {wanted.device_id} needs the driver {wanted.driver}, which is not installed here"
+        )
+    if wanted.driver == "host":
+        # The one driver whose devices are only what was declared about them.
+        driver.probe(wanted.declared, wanted.host)
+    context = driver.open(wanted.device_id, wanted.ordinal, lease.id)
+    return GpuSession(
+        context, lease, wanted.quota_bytes, device_id=wanted.device_id, watchdog_us=wanted.watchdog_us
+    )

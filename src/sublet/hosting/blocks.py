@@ -1,0 +1,146 @@
+"""Blocks: shared memory in which large values travel between two processes.
+
+Rules of this file:
+- A block belongs to the side that made it (`Lender`). It is lent with a message, mapped once by the other side (`Borrower`), and
+  lent again only after the borrower said that nothing refers to it any more. A view kept for long keeps its block, nothing else.
+- Mappings are made populated and kept: touching fresh pages costs many times the copy itself.
+- Few free blocks are kept; the others go, and the borrower is told to unmap them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+FREE_KEPT = 4
+ALIGN = 64
+_SMALLEST = 1 << 20
+_TABLE = struct.Struct("<Q")  # how many parts
+_PLACE = struct.Struct("<QQ")  # offset and size of one
+
+
+def _aligned(offset: int) -> int:
+    return (offset + ALIGN - 1) // ALIGN * ALIGN
+
+
+def _room(size: int) -> int:
+    """Rounded up, so that nearly equal messages share a block."""
+    if size <= _SMALLEST:
+        return _SMALLEST
+    step = 1 << max(20, size.bit_length() - 4)
+    return (size + step - 1) // step * step
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+class _Block:
+    __slots__ = ("fd", "map", "number", "size", "view")
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.fd = os.memfd_create("sublet-block", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self.map = _mapped(self.fd, size)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self.view = memoryview(self.map)
+
+    def close(self) -> None:
+        self.view.release()
+        self.map.close()
+        os.close(self.fd)
+
+
+class Lender:
+    def __init__(self) -> None:
+        self._blocks: dict[int, _Block] = {}
+        self._free: list[_Block] = []
+        self._made = 0
+        self.dropped: list[int] = []  # to be told to the borrower
+
+    def lend(self, parts: Sequence[memoryview]) -> tuple[_Block, bool]:
+        """Copy the parts into one block, behind a table of where they lie; whether the borrower has never seen the block."""
+        end = _aligned(_TABLE.size + _PLACE.size * len(parts))
+        table = bytearray(_TABLE.pack(len(parts)))
+        for part in parts:
+            table += _PLACE.pack(end, part.nbytes)
+            end = _aligned(end + part.nbytes)
+        block, fresh = self._take(end)
+        block.view[: len(table)] = table
+        for i, part in enumerate(parts):
+            offset, size = _PLACE.unpack_from(table, _TABLE.size + _PLACE.size * i)
+            block.view[offset : offset + size] = part
+        return block, fresh
+
+    def _take(self, size: int) -> tuple[_Block, bool]:
+        room = _room(size)
+        fitting = [b for b in self._free if room <= b.size <= 4 * room]
+        if fitting:
+            block = min(fitting, key=lambda b: b.size)
+            self._free.remove(block)
+            return block, False
+        self._made += 1
+        block = self._blocks[self._made] = _Block(self._made, room)
+        return block, True
+
+    def returned(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._free.append(self._blocks[number])
+        while len(self._free) > FREE_KEPT:
+            oldest = self._free.pop(0)
+            del self._blocks[oldest.number]
+            oldest.close()
+            self.dropped.append(oldest.number)
+
+    def close(self) -> None:
+        for block in self._blocks.values():
+            block.close()
+        self._blocks.clear()
+        self._free.clear()
+
+
+class Borrower:
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+        self._out: dict[int, weakref.ref[Any]] = {}
+        self.unused: list[int] = []  # to be told to the lender
+
+    def receive(self, number: int, fd: int, size: int) -> None:
+        """A block seen for the first time."""
+        try:
+            self._maps[number] = _mapped(fd, size)
+        finally:
+            os.close(fd)
+
+    def borrow(self, number: int) -> list[memoryview]:
+        """Views of the parts. The block counts as used until the last object made from any of them is gone."""
+        memory = self._maps[number]
+        whole = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self._out[number] = weakref.ref(whole, lambda _: self._back(number))
+        view = memoryview(whole).cast("B")
+        (count,) = _TABLE.unpack_from(view)
+        places = [_PLACE.unpack_from(view, _TABLE.size + _PLACE.size * i) for i in range(count)]
+        return [view[offset : offset + size] for offset, size in places]
+
+    def _back(self, number: int) -> None:
+        self._out.pop(number, None)
+        self.unused.append(number)
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._maps.pop(number).close()
+
+    def close(self) -> None:
+        """Maps that something still refers to stay until it is gone; the others go now."""
+        for number in [n for n in self._maps if n not in self._out]:
+            self._maps.pop(number).close()
+        self._maps.clear()

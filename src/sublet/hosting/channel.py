@@ -1,0 +1,129 @@
+"""A channel: values between two processes, small ones inline, large ones through blocks.
+
+Rules of this file:
+- One message is one packet of a Unix socket. It carries parts (a pickle and its buffers), and what became of blocks.
+- A peer that went away is `ChannelClosed`; nothing else is assumed about it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+from sublet.hosting.blocks import Borrower, Lender
+
+#: A packet must fit the socket's buffer; above this a copy through shared memory is faster anyway.
+INLINE_BYTES = 32 << 10
+INLINE_PARTS = 1000
+PACKET_BYTES = 128 << 10
+_ONE_FD = socket.CMSG_SPACE(4)
+#: kind, inline parts, unused blocks, dropped blocks, block (0: inline), the block's size if it is new
+_HEADER = struct.Struct("<BxHHHIQ")
+_NUMBER = struct.Struct("<I")
+
+
+class ChannelClosed(Exception):
+    """The other process is gone."""
+
+
+class Channel:
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._lent = Lender()
+        self._borrowed = Borrower()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, kind: int, parts: Sequence[memoryview]) -> None:
+        unused, self._borrowed.unused = self._borrowed.unused, []
+        number = size = 0
+        ancillary: list[tuple[int, int, bytes]] = []
+        if sum(part.nbytes for part in parts) > INLINE_BYTES or len(parts) > INLINE_PARTS:
+            block, fresh = self._lent.lend(parts)
+            number = block.number
+            if fresh:
+                size = block.size
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [block.fd]).tobytes())]
+            parts = ()
+        dropped, self._lent.dropped = self._lent.dropped, []
+        pieces: list[bytes | memoryview] = [
+            _HEADER.pack(kind, len(parts), len(unused), len(dropped), number, size)
+        ]
+        pieces += [_NUMBER.pack(n) for n in (*unused, *dropped, *(part.nbytes for part in parts))]
+        pieces += parts
+        try:
+            self.socket.sendmsg(pieces, ancillary, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError) as e:
+            raise ChannelClosed from e
+
+    def receive(self) -> tuple[int, list[memoryview]]:
+        """Waits. The parts are writable and belong to the receiver."""
+        try:
+            packet, ancillary, flags, _ = self.socket.recvmsg(PACKET_BYTES, _ONE_FD)
+        except ConnectionResetError as e:
+            raise ChannelClosed from e
+        if len(packet) < _HEADER.size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ChannelClosed
+        kind, inline, unused, dropped, number, size = _HEADER.unpack_from(packet)
+        at = _HEADER.size
+        numbers = struct.unpack_from(f"<{unused + dropped + inline}I", packet, at)
+        at += _NUMBER.size * len(numbers)
+        if unused:
+            self._lent.returned(numbers[:unused])
+        if dropped:
+            self._borrowed.drop(numbers[unused : unused + dropped])
+        if size:
+            fds = array.array("i", ancillary[0][2][: _NUMBER.size])
+            self._borrowed.receive(number, fds[0], size)
+        if number:
+            views = self._borrowed.borrow(number)
+        else:
+            # A copy each: what is made from them may be written to.
+            views = []
+            for length in numbers[unused + dropped :]:
+                views.append(memoryview(bytearray(packet[at : at + length])))
+                at += length
+        return kind, views
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.close()
+        self._lent.close()
+        self._borrowed.close()
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send_with_fds(sock: socket.socket, message: bytes, fds: list[int]) -> None:
+    sock.sendmsg(
+        [message],
+        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else [],
+        socket.MSG_NOSIGNAL,
+    )
+
+
+def receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """An empty message when the other side is gone."""
+    try:
+        message, ancillary, flags, _ = sock.recvmsg(4096, socket.CMSG_SPACE(4 * 16))
+    except ConnectionResetError:
+        return b"", []
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    found = list(fds)
+    for fd in found:
+        os.set_inheritable(fd, False)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in found:
+            os.close(fd)
+        return b"", []
+    return message, found

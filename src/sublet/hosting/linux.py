@@ -1,0 +1,100 @@
+"""The few kernel calls that Python does not have: prctl, namespaces, mounts, capabilities, and a timer that kills.
+
+Rules of this file: one thin function per call, an OSError for every failure, no decisions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
+_CLOCK_BOOTTIME = 7
+_SIGEV_SIGNAL = 0
+_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def prctl(option: int, value: int) -> None:
+    _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL when the parent ends. It may have ended already: then now."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str, flags: int) -> None:
+    _check(
+        _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None),
+        f"mount {target}",
+    )
+
+
+def drop_capabilities() -> None:
+    """Of a process that became root of its own user namespace: it needs none of that once it is set up."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    number = _SYS_CAPSET.get(os.uname().machine)
+    if number is not None:
+        _check(_libc.syscall(number, header, nothing), "capset")
+
+
+class _SigEvent(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("pad", ctypes.c_byte * 48),
+    )
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = (("interval", _TimeSpec), ("value", _TimeSpec))
+
+
+class DeadMansSwitch:
+    """A timer of the kernel's that kills this process at a deadline, whatever the process is doing by then.
+
+    It runs on the boot clock: a machine that slept past the deadline must not wake up a tenant that has gone.
+    """
+
+    def __init__(self) -> None:
+        self._timer = ctypes.c_void_p()
+        event = _SigEvent(None, signal.SIGKILL, _SIGEV_SIGNAL)
+        _check(
+            _libc.timer_create(_CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer)),
+            "timer_create",
+        )
+
+    def arm(self, monotonic_us: int) -> None:
+        """A deadline that has passed fires at once. Arming anew replaces the old deadline."""
+        left_ns = max(1000, monotonic_us * 1000 - time.monotonic_ns())
+        spec = _TimerSpec(_TimeSpec(0, 0), _TimeSpec(left_ns // 1_000_000_000, left_ns % 1_000_000_000))
+        _check(_libc.timer_settime(self._timer, 0, ctypes.byref(spec), None), "timer_settime")

@@ -1,0 +1,385 @@
+"""Workers on this host: finding or starting the zygote, and this process's end of a worker.
+
+Rules of this file:
+- One call at a time per worker; what the worker prints is shown by whoever waits for the answer.
+- An answer that arrived counts, even if the worker died right after it. A worker that died without one is `WorkerLost`.
+- Ctrl-C interrupts the call in the worker; a second one ends the worker.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import pickle
+import select
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from sublet import inside
+from sublet.core.errors import BadInput, CallFailed, Misconfigured, SubletError, WorkerLost
+from sublet.core.lease import Holder
+from sublet.hosting import worker
+from sublet.hosting.channel import Channel, ChannelClosed, pair, receive_with_fds, send_with_fds
+from sublet.hosting.detached import last_line, spawn_detached
+from sublet.hosting.pickling import pack, unpack, unpack_whole
+from sublet.hosting.processes import ended
+from sublet.hosting.shipping import Shipped
+from sublet.hosting.zygote import reachable
+from sublet.ports.worker import Call
+
+START_SECONDS = 60.0
+END_WAIT_US = 2_000_000
+EXPLAIN_AFTER_SECONDS = 1.0
+
+
+class RemoteTraceback(Exception):
+    """Shown as the cause of an exception raised in a worker: where in the worker it was."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"in the leased worker:\n{self.text.rstrip()}"
+
+
+class LocalWorkers:
+    """Implements `ports.worker.Workers`."""
+
+    def __init__(self, home: Path, host: str, preload: str, *, idle_exit: float | None = None) -> None:
+        self._folder = home / "run"
+        self._log = home / "zygote.log"
+        self._host = host
+        self._preload = preload
+        self._idle_exit = idle_exit
+        self._name = f"zygote-{self._fingerprint()}"
+
+    def _fingerprint(self) -> str:
+        """A zygote serves those who would import the same things the same way; after an upgrade there is a new one."""
+        facts = [
+            sys.executable,
+            sys.prefix,
+            self._preload,
+            str(os.getuid()),
+            *(os.environ.get(name, "") for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")),
+        ]
+        for place in (sysconfig.get_path("purelib"), Path(__file__).parent):
+            with contextlib.suppress(OSError):
+                facts.append(str(os.stat(place).st_mtime_ns))
+        return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
+
+    def start(self) -> LocalWorker:
+        return LocalWorker(self._ask, self._host)
+
+    def warm(self) -> None:
+        """Start the zygote if there is none, and wait until it serves."""
+        self._connect().close()
+
+    def _ask(self, fds: list[int]) -> None:
+        with self._connect() as sock:
+            send_with_fds(sock, b"worker", fds)
+
+    def _connect(self) -> socket.socket:
+        began = time.monotonic()
+        spawned = 0
+        explained = False
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                with reachable(self._folder, self._name) as path:
+                    sock.connect(path)
+                return sock
+            except OSError:
+                sock.close()
+            if spawned and not os.path.exists(f"/proc/{spawned}") and not self._starting():
+                raise Misconfigured(
+                    f"the zygote, which workers are forked from, could not start: {last_line(self._log)}",
+                    remedy=f"see {self._log}",
+                )
+            if not spawned and not self._starting():
+                spawned = self._spawn()
+            waited = time.monotonic() - began
+            if waited > START_SECONDS:
+                raise Misconfigured("the zygote did not become ready", remedy=f"see {self._log}")
+            if waited > EXPLAIN_AFTER_SECONDS and not explained and sys.stderr is not None:
+                explained = True
+                if sys.stderr.isatty():
+                    print(f"sublet: warming up workers ({self._preload}), once …", file=sys.stderr)
+            time.sleep(0.01)
+
+    def _starting(self) -> bool:
+        """Somebody's zygote holds the lock and is still importing."""
+        try:
+            fd = os.open(self._folder / f"{self._name}.lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+
+    def _spawn(self) -> int:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "sublet.hosting.zygote", "--folder", str(self._folder)]
+        command += ["--name", self._name, "--preload", self._preload]
+        if self._idle_exit is not None:
+            command += ["--idle-exit", str(self._idle_exit)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
+        return spawn_detached(command, environment, self._log)
+
+
+class _Pipe:
+    """One of the worker's output streams, and where it goes."""
+
+    def __init__(self, fd: int, stream: Callable[[], TextIO | None]) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def relay(self) -> None:
+        """Everything that is there now."""
+        shown = False
+        stream = self._stream()
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.fd, 65536):
+                text = self._decoder.decode(chunk)
+                if text and stream is not None:
+                    stream.write(text)
+                    shown = True
+        if shown and stream is not None:
+            stream.flush()
+
+
+class LocalWorker:
+    """Implements `ports.worker.Worker`."""
+
+    def __init__(self, ask: Callable[[list[int]], None], host: str) -> None:
+        control, control_there = pair()
+        call, call_there = pair()
+        out, out_there = os.pipe2(os.O_CLOEXEC)
+        err, err_there = os.pipe2(os.O_CLOEXEC)
+        page_fd = os.memfd_create("sublet-tenure", os.MFD_CLOEXEC)
+        os.ftruncate(page_fd, inside.PAGE_BYTES)
+        self._page = mmap.mmap(page_fd, inside.PAGE_BYTES)
+        theirs = [control_there.fileno(), call_there.fileno(), out_there, err_there, page_fd]
+        try:
+            ask(theirs)
+        finally:
+            control_there.close()
+            call_there.close()
+            for fd in (out_there, err_there, page_fd):
+                os.close(fd)
+        self._control = control
+        self._channel = Channel(call)
+        self._out = _Pipe(out, lambda: sys.stdout)
+        self._err = _Pipe(err, lambda: sys.stderr)
+        self._shipped = Shipped()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._ending = ""
+        control.settimeout(START_SECONDS)
+        hello, _ = receive_with_fds(control)
+        control.settimeout(None)
+        if not hello:
+            self._close()
+            raise Misconfigured("no worker could be forked", remedy="see zygote.log in SUBLET_HOME")
+        facts = json.loads(hello)
+        self._holder = Holder(host=host, pid=facts["pid"], started=facts["started"])
+        self._supervisor_fd = os.pidfd_open(facts["pid"])
+        self.worker_pid: int = facts["worker_pid"]
+        self._containment: str = facts["containment"]
+        self._poller = select.poll()
+        # In this order: what was printed before an answer is then always seen together with the answer.
+        for fd in (call.fileno(), out, err, control.fileno()):
+            self._poller.register(fd, select.POLLIN)
+
+    @property
+    def holder(self) -> Holder:
+        return self._holder
+
+    @property
+    def containment(self) -> str:
+        return self._containment
+
+    @property
+    def ending(self) -> str:
+        if not self._ending and ended(self._supervisor_fd, 0):
+            self._ending = self._why()
+        return self._ending
+
+    # the lease's side
+
+    def arm(self, stop_us: int, kill_us: int, *, confirm: bool = False) -> None:
+        inside.write_deadline(self._page, stop_us)
+        self._order({"deadline_us": kill_us, "answer": confirm})
+        if confirm and json.loads(receive_with_fds(self._control)[0] or b"{}").get("obeyed") is not True:
+            raise WorkerLost(f"the worker ended before it began: {self._why()}")
+
+    def begin(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
+        mine = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
+        terms = worker.Terms(
+            lease_id=lease_id,
+            epoch=epoch,
+            environment=mine | dict(environment),
+            folder=os.getcwd(),
+            path=tuple(sys.path),
+            arguments=tuple(sys.argv),
+        )
+        self.call(worker.move_in, (terms,), {})
+
+    def end(self, why: str) -> None:
+        if self._pid != os.getpid():
+            return
+        self._order({"end": why})
+        if ended(self._supervisor_fd, END_WAIT_US) and not self._ending:
+            self._ending = why
+        self._close()
+
+    def _order(self, order: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # gone: whoever calls next is told
+            self._control.send(json.dumps(order).encode(), socket.MSG_NOSIGNAL)
+
+    def _close(self) -> None:
+        if self._lock.acquire(timeout=0.1):
+            try:
+                self._channel.close()
+                self._control.close()
+                for pipe in (self._out, self._err):
+                    if pipe.fd >= 0:
+                        os.close(pipe.fd)
+                        pipe.fd = -1
+            finally:
+                self._lock.release()
+
+    # the caller's side
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        kind, value = self._trip(function, (tuple(args), dict(kwargs)), several=False)
+        if kind == worker.RAISED:
+            raise _revived(value)
+        return value
+
+    def call_many(self, function: Callable[..., Any], calls: Sequence[Call]) -> list[tuple[bool, Any]]:
+        kind, value = self._trip(function, [(tuple(a), dict(k)) for a, k in calls], several=True)
+        if kind == worker.RAISED:
+            raise _revived(value)
+        return [(fine, result if fine else _revived(result)) for fine, result in value]
+
+    def _trip(self, function: Callable[..., Any], values: Any, *, several: bool) -> tuple[int, Any]:
+        if self._pid != os.getpid():
+            raise WorkerLost("this worker belongs to the parent process")
+        with self._lock:
+            if self.ending or self._channel.fileno() < 0:
+                raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
+            self._send(function, values, several)
+            return self._await()
+
+    def _send(self, function: Callable[..., Any], values: Any, several: bool) -> None:
+        try:
+            number, news, packed = self._shipped.parcel(function, values)
+            self._channel.send(worker.CALL, [*pack((number, news, several)), *packed])
+        except ChannelClosed:
+            raise self._lost() from None
+        except SubletError:
+            raise
+        except (
+            TypeError,
+            AttributeError,
+            ValueError,
+            ImportError,
+            RecursionError,
+            pickle.PicklingError,
+        ) as e:
+            raise BadInput(
+                f"this cannot be sent to the worker: {e}",
+                remedy="make it inside the function, or pass what it is made from",
+            ) from e
+
+    def _await(self) -> tuple[int, Any]:
+        interrupted = False
+        while True:
+            try:
+                ready = self._poller.poll()
+                fds = {fd for fd, _ in ready}
+                if self._out.fd in fds:
+                    self._out.relay()
+                if self._err.fd in fds:
+                    self._err.relay()
+                if self._channel.fileno() in fds:
+                    kind, parts = self._channel.receive()
+                    value = unpack(parts)
+                    del parts
+                    if interrupted:
+                        raise _Interrupted
+                    return kind, value
+                if self._control.fileno() in fds:
+                    raise self._lost()
+            except ChannelClosed:
+                raise self._lost() from None
+            except _Interrupted:
+                raise KeyboardInterrupt from None
+            except KeyboardInterrupt:
+                if interrupted:
+                    self._order({"end": "interrupted twice"})
+                    raise
+                interrupted = True
+                self._order({"interrupt": True})
+
+    def _lost(self) -> WorkerLost:
+        ended(self._supervisor_fd, END_WAIT_US)
+        for pipe in (self._out, self._err):
+            with contextlib.suppress(OSError):
+                pipe.relay()
+        self._ending = self._ending or self._why()
+        return WorkerLost(f"the worker ended: {self._ending}")
+
+    def _why(self) -> str:
+        """What the supervisor said last, in words."""
+        last: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                message = self._control.recv(4096, socket.MSG_DONTWAIT)
+                if not message:
+                    break
+                last = json.loads(message)
+        if last.get("ended"):
+            return str(last["ended"])
+        status = last.get("status")
+        if status is None:
+            return "its supervisor was killed"
+        if status > 128:
+            return f"it was killed by signal {status - 128}"
+        if status < 0:
+            return f"it was killed by signal {-status}"
+        return f"it exited with code {status}"
+
+
+class _Interrupted(BaseException):
+    """The user's interrupt, once the worker has answered to it."""
+
+
+def _revived(failure: worker.Failure) -> BaseException:
+    if failure.pickled:
+        with contextlib.suppress(Exception):
+            error = unpack_whole(failure.pickled)
+            if isinstance(error, BaseException):
+                error.__cause__ = RemoteTraceback(failure.trace)
+                return error
+    lost = CallFailed(f"{failure.kind}: {failure.text}")
+    lost.__cause__ = RemoteTraceback(failure.trace)
+    return lost

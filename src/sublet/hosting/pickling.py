@@ -1,0 +1,146 @@
+"""Pickling values between a process and its worker.
+
+Rules of this file:
+- Large memory leaves the pickle stream as buffers (protocol 5): NumPy arrays, torch storages. Tensors that share a storage still
+  share it on the other side.
+- Functions and classes of `__main__` travel by value, bound to the other side's `__main__`. The globals they read travel apart
+  (`hosting/shipping.py`), so that a state kept there in a global is not overwritten by every call.
+- Both ends run the same user's code. This is no way to read what a stranger wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+#: The pickle itself, then its buffers.
+Pickled = list[memoryview]
+
+ATOMS = (type(None), bool, int, float, complex, str, bytes)
+
+
+def pack(value: Any, met: list[FunctionType] | None = None) -> Pickled:
+    """`met` collects the functions of `__main__` that were packed by value."""
+    buffers: list[pickle.PickleBuffer] = []
+    if _plain(value, 4):
+        data = pickle.dumps(value, 5, buffer_callback=buffers.append)
+        return [memoryview(data), *(b.raw() for b in buffers)] if buffers else [memoryview(data)]
+    file = io.BytesIO()
+    _Pickler(file, buffers, met).dump(value)
+    return [file.getbuffer(), *(b.raw() for b in buffers)]
+
+
+def pack_whole(value: Any, met: list[FunctionType] | None = None) -> bytes:
+    """Buffers and all in one string, to be compared with another."""
+    file = io.BytesIO()
+    _Pickler(file, None, met).dump(value)
+    return file.getvalue()
+
+
+def unpack(parts: Sequence[memoryview]) -> Any:
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def unpack_whole(data: bytes) -> Any:
+    return pickle.loads(data)
+
+
+def _plain(value: Any, depth: int) -> bool:
+    """Nothing in it that pickle's own, much faster pickler would do otherwise."""
+    kind = type(value)
+    if kind in ATOMS:
+        return True
+    if depth and (kind is tuple or kind is list):
+        return len(value) <= 64 and all(_plain(v, depth - 1) for v in value)
+    if depth and kind is dict:
+        return len(value) <= 64 and all(type(k) is str and _plain(v, depth - 1) for k, v in value.items())
+    return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and not value.dtype.hasobject
+
+
+def main_globals() -> dict[str, Any]:
+    return sys.modules["__main__"].__dict__
+
+
+class _MainGlobals(dict[str, Any]):
+    """Stands for the globals of `__main__`, and arrives as those of the other side."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return main_globals, ()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(
+        self, file: io.BytesIO, buffers: list[pickle.PickleBuffer] | None, met: list[FunctionType] | None
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=None if buffers is None else buffers.append)
+        self._met = met
+        self._main = main_globals()
+        # Not empty, so that it is taken as it is instead of being filled with names of this process.
+        self.globals_ref[id(self._main)] = _MainGlobals(__name__="__main__")
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is FunctionType and value.__globals__ is self._main:
+            reduced = super().reducer_override(value)
+            if reduced is not NotImplemented and len(reduced) == 6:
+                if self._met is not None:
+                    self._met.append(value)
+                maker, made_of, (state, slots), *rest = reduced
+                return (maker, made_of, (state, {**slots, "__globals__": {}}), *rest)
+            return reduced
+        if kind is _CACHED and value.__module__ == "__main__":
+            return _cached, (value.__wrapped__, value.cache_parameters())
+        if kind.__module__.startswith("torch"):
+            reduced = _reduce_torch(value)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(value)
+
+
+_CACHED = type(functools.lru_cache(lambda: None))
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+# --- torch ---------------------------------------------------------------------------------------------------
+
+
+def _reduce_torch(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """Storages as buffers. A tensor's own reduction refers to its storage, so everything about tensors stays torch's."""
+    torch = _torch()
+    if type(value) is torch.storage.TypedStorage:
+        return _typed, (value._untyped_storage, value.dtype)
+    if type(value) is torch.UntypedStorage:
+        if value.device.type != "cpu":
+            value = value.cpu()  # device memory does not outlive its worker
+        if value.nbytes() == 0:
+            return _untyped, (b"",)
+        whole = torch.tensor([], dtype=torch.uint8).set_(value, 0, (value.nbytes(),), (1,))
+        return _untyped, (pickle.PickleBuffer(whole.numpy()),)
+    return None
+
+
+def _typed(untyped: Any, dtype: Any) -> Any:
+    return _torch().storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _untyped(memory: Any) -> Any:
+    torch = _torch()
+    if not len(memory):
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

@@ -1,0 +1,292 @@
+"""The supervisor: one process per leased worker, which ends it at the deadline whatever else has failed.
+
+Rules of this file:
+- It is outside what it contains, has one thread, and touches nothing of the user's: what the worker does cannot stop it.
+- Its own death is the last resort: a timer of the kernel's kills it at the deadline, and everything inside dies with it.
+- It ends the worker when told, at the deadline, and when the process that asked for it is gone.
+- It needs nobody to do so: no ledger, no warden, no zygote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from sublet.hosting import containment, linux
+from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
+from sublet.hosting.containment import Group
+from sublet.hosting.processes import end_children, ended, read_stat
+
+#: At the deadline the grace is over. This is for a last line in a log.
+TERM_WAIT_US = 30_000
+KILL_WAIT_US = 5_000_000
+#: The supervisor acts this long before the kernel's timer would end it, so that it can still tell how it went.
+EARLY_US = 20_000
+_SCM_CREDENTIALS = 2
+_CREDENTIALS = struct.Struct("iII")
+
+Serve = Callable[[list[int]], NoReturn]
+
+
+@dataclass(slots=True)
+class Inmate:
+    """The worker, and what contains it."""
+
+    pid: int
+    fd: int  # its pidfd
+    first: int  # this process's child: the worker, or the first process of its namespace
+    first_fd: int
+    link: socket.socket
+    group: Group | None
+    containment: str
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+# --- making a contained worker -------------------------------------------------------------------------------
+
+
+def contain(serve: Serve) -> Inmate:
+    """Fork the worker into the best containment there is. It waits inside until it is given its descriptors."""
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    used = []
+    own = read_stat(os.getpid())
+    group = Group.make(containment.group_name(own.pid, own.started)) if own else None
+    if group is not None:
+        used.append(containment.CGROUP)
+    namespaces = containment.namespaces_work()
+    here, there = pair()
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    supervisor = os.getpid()
+    if namespaces:
+        containment.enter_new_namespaces()
+        used.append(containment.PID_NAMESPACE)
+    if not used:
+        used.append(containment.SUBREAPER)
+    first = os.fork()
+    if first == 0:
+        _inmate(supervisor, group, namespaces, here, there, serve)
+    there.close()
+    first_fd = os.pidfd_open(first)
+    pid = _hear_pid(here)
+    return Inmate(pid, os.pidfd_open(pid), first, first_fd, here, group, ", ".join(used))
+
+
+def _inmate(
+    supervisor: int,
+    group: Group | None,
+    namespaces: bool,
+    here: socket.socket,
+    there: socket.socket,
+    serve: Serve,
+) -> NoReturn:
+    # Inside a new namespace the parent is 0; that it lives is checked by the pipe that follows.
+    linux.die_with_parent(0 if namespaces else supervisor)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    here.close()
+    if group is not None:
+        group.join()
+    if namespaces:
+        containment.own_proc()
+        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        if os.getuid() != 0:
+            linux.drop_capabilities()
+        worker = os.fork()
+        if worker != 0:
+            there.close()
+            _first_of_namespace(worker)
+        linux.die_with_parent(1)
+    else:
+        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    there.send(b"here")
+    message, fds = receive_with_fds(there)
+    if not message:
+        os._exit(0)
+    there.close()
+    serve(fds)
+
+
+def _first_of_namespace(worker: int) -> NoReturn:
+    """Reap whoever is orphaned; end with the worker, and everything in the namespace with it."""
+    os.closerange(0, 1024)
+    while True:
+        pid, status = os.wait()
+        if pid == worker:
+            if os.WIFSIGNALED(status):
+                os._exit(128 + os.WTERMSIG(status))
+            os._exit(os.WEXITSTATUS(status))
+
+
+def _hear_pid(link: socket.socket) -> int:
+    """The worker's pid as this namespace knows it: the kernel translates."""
+    _, ancillary, _, _ = link.recvmsg(16, socket.CMSG_SPACE(_CREDENTIALS.size))
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == _SCM_CREDENTIALS:
+            return int(_CREDENTIALS.unpack(data[: _CREDENTIALS.size])[0])
+    raise OSError("the worker ended before it began")
+
+
+# --- supervising it ------------------------------------------------------------------------------------------
+
+
+class Supervisor:
+    def __init__(self, inmate: Inmate, control: socket.socket, client_pid: int) -> None:
+        self._inmate = inmate
+        self._control = control
+        self._switch = linux.DeadMansSwitch()
+        self._deadline_us: int | None = None
+        self._told = ""  # to end, by a signal
+        self._client_fd: int | None = None
+        with contextlib.suppress(OSError):
+            self._client_fd = os.pidfd_open(client_pid)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> NoReturn:
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        why = "the process that asked for it is gone" if self._client_fd is None else self._watch()
+        self._end(why)
+
+    def _on_term(self, *_: Any) -> None:
+        self._told = "its lease is over"
+
+    def _watch(self) -> str:
+        """Until something ends it; what."""
+        assert self._client_fd is not None
+        poller = select.poll()
+        for fd in (self._control.fileno(), self._client_fd, self._inmate.first_fd, self._wake_read):
+            poller.register(fd, select.POLLIN)
+        while True:
+            if self._told:
+                return self._told
+            pause = None
+            if self._deadline_us is not None:
+                now = _now_us()
+                act_at = self._deadline_us - EARLY_US - TERM_WAIT_US
+                if now >= act_at:
+                    return "its lease ran out"
+                pause = (act_at - now + 999) // 1000
+            for fd, _ in poller.poll(pause):
+                if fd == self._inmate.first_fd:
+                    return ""
+                if fd == self._client_fd:
+                    return "the process that asked for it is gone"
+                if fd == self._wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 64)
+                elif fd == self._control.fileno():
+                    message, _ = receive_with_fds(self._control)
+                    if not message:
+                        return "the process that asked for it let go"
+                    told = self._obey(json.loads(message))
+                    if told:
+                        return told
+
+    def _obey(self, order: dict[str, Any]) -> str:
+        if "deadline_us" in order:
+            self._deadline_us = int(order["deadline_us"])
+            self._switch.arm(self._deadline_us)
+        if order.get("interrupt"):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._inmate.fd, signal.SIGINT)
+        if order.get("answer"):
+            self._say({"obeyed": True})
+        return str(order.get("end", ""))
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps(message).encode(), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+    def _end(self, why: str) -> NoReturn:
+        begun = _now_us()
+        ladder = "gone"
+        inmate = self._inmate
+        if why:
+            ladder = "term"
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(inmate.fd, signal.SIGTERM)
+            if not ended(inmate.fd, TERM_WAIT_US):
+                ladder = "kill"
+        # Also when the worker left by itself: what it started goes with it.
+        if inmate.group is not None:
+            inmate.group.kill()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(inmate.first_fd, signal.SIGKILL)
+        status = _status_of(inmate.first) if ended(inmate.first_fd, KILL_WAIT_US) else None
+        survivors = end_children(KILL_WAIT_US)
+        if inmate.group is not None:
+            if not inmate.group.emptied(KILL_WAIT_US):
+                survivors += inmate.group.pids()
+            inmate.group.remove()
+        self._say(
+            {
+                "ended": why,
+                "status": status,
+                "ladder": ladder,
+                "survivors": survivors,
+                "duration_us": _now_us() - begun,
+            }
+        )
+        os._exit(0)
+
+
+def _status_of(pid: int) -> int | None:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return None
+
+
+# --- a spare, and what makes it somebody's -------------------------------------------------------------------
+
+
+def spare(assignments: socket.socket, serve: Callable[[int, int, int, int], NoReturn]) -> NoReturn:
+    """Runs in a fork of the zygote: make a worker, wait until somebody wants it, supervise it."""
+
+    def serve_fds(fds: list[int]) -> NoReturn:
+        serve(*fds)
+
+    inmate = contain(serve_fds)
+    assignments.send(json.dumps({"ready": inmate.containment}).encode())
+    message, fds = receive_with_fds(assignments)
+    if not message:
+        if inmate.group is not None:
+            inmate.group.kill()
+        signal.pidfd_send_signal(inmate.first_fd, signal.SIGKILL)
+        ended(inmate.first_fd, KILL_WAIT_US)
+        if inmate.group is not None:
+            inmate.group.emptied(KILL_WAIT_US)
+            inmate.group.remove()
+        os._exit(0)
+    assignments.close()
+    order = json.loads(message)
+    control = socket.socket(fileno=fds[0])
+    supervisor = Supervisor(inmate, control, order["client_pid"])
+    send_with_fds(inmate.link, b"begin", fds[1:])
+    for fd in fds[1:]:
+        os.close(fd)
+    inmate.link.close()
+    own = read_stat(os.getpid())
+    control.send(
+        json.dumps(
+            {
+                "pid": os.getpid(),
+                "started": own.started if own else 0,
+                "worker_pid": inmate.pid,
+                "containment": inmate.containment,
+            }
+        ).encode()
+    )
+    supervisor.run()

@@ -1,0 +1,192 @@
+"""The zygote: a warm process that has imported what workers need, and forks them.
+
+Rules of this file:
+- It imports and forks. It never computes, never touches a GPU platform, never runs user code: a library that has started its
+  threads or opened its device cannot be forked.
+- A spare worker is kept ready, contained and waiting. Whoever asks gets it at once; the next one is made afterwards.
+- It serves its own user only, and leaves when nobody has wanted anything for a while or its socket is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from sublet.hosting import containment, linux
+from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
+from sublet.hosting.processes import all_stats, children_of
+from sublet.hosting.supervisor import spare
+from sublet.hosting.worker import serve
+
+IDLE_EXIT_SECONDS = 600.0
+LOOK_SECONDS = 1.0
+#: The new worker's first moments matter more than the next spare.
+SPARE_AFTER_SECONDS = 0.15
+ASK_PATIENCE_SECONDS = 2.0
+_CREDENTIALS = struct.Struct("iII")
+
+
+@contextlib.contextmanager
+def reachable(folder: Path, name: str) -> Iterator[str]:
+    """A path of the file short enough for a socket's address, however deep the folder lies."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{name}"
+    finally:
+        os.close(fd)
+
+
+class Zygote:
+    def __init__(self, folder: Path, name: str, idle_exit: float) -> None:
+        self._folder, self._name = folder, name
+        self._idle_exit = idle_exit
+        self._supervisors: set[int] = set()
+        self._spare: socket.socket | None = None
+        self._spare_at: float | None = 0.0
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.suppress(FileNotFoundError), reachable(folder, name) as path:
+            os.unlink(path)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with reachable(folder, name) as path:
+            self._listener.bind(path)
+            os.chmod(path, 0o600)
+            self._inode = os.stat(path).st_ino
+        self._listener.listen(64)
+
+    def run(self) -> None:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        # What a killed supervisor leaves behind, where nothing better contains it, comes to us.
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+        wanted_at = time.monotonic()
+        while self._still_mine():
+            now = time.monotonic()
+            if self._spare is None and self._spare_at is not None and now >= self._spare_at:
+                self._make_spare()
+            if self._supervisors:
+                wanted_at = now
+            elif now - wanted_at > self._idle_exit:
+                return
+            pause = LOOK_SECONDS
+            if self._spare is None and self._spare_at is not None:
+                pause = max(0.0, self._spare_at - now)
+            ready, _, _ = select.select([self._listener.fileno(), self._wake_read], [], [], pause)
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            self._reap()
+            if self._listener.fileno() in ready:
+                wanted_at = time.monotonic()
+                self._answer()
+
+    def _still_mine(self) -> bool:
+        with contextlib.suppress(OSError), reachable(self._folder, self._name) as path:
+            return os.stat(path).st_ino == self._inode
+        return False
+
+    def _make_spare(self) -> None:
+        here, there = pair()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                self._listener.close()
+                here.close()
+                for fd in (self._wake_read, self._wake_write):
+                    os.close(fd)
+                os.setsid()
+                spare(there, serve)
+            except BaseException as e:
+                print(f"supervisor: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(1)
+        there.close()
+        self._supervisors.add(pid)
+        here.settimeout(ASK_PATIENCE_SECONDS)
+        self._spare, self._spare_pid, self._spare_at = here, pid, None
+
+    def _answer(self) -> None:
+        with contextlib.suppress(OSError):
+            asker, _ = self._listener.accept()
+            with asker:
+                asker.settimeout(ASK_PATIENCE_SECONDS)
+                raw = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                pid, uid, _ = _CREDENTIALS.unpack(raw)
+                message, fds = receive_with_fds(asker)
+                try:
+                    if message and uid == os.getuid() and len(fds) == 5:
+                        self._hand_over(pid, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+
+    def _hand_over(self, client_pid: int, fds: list[int]) -> None:
+        for _ in range(2):  # a spare may have died since it was made
+            if self._spare is None:
+                self._make_spare()
+            assert self._spare is not None
+            given, self._spare = self._spare, None
+            self._spare_at = time.monotonic() + SPARE_AFTER_SECONDS
+            with given, contextlib.suppress(OSError):
+                if receive_with_fds(given)[0]:
+                    send_with_fds(given, json.dumps({"client_pid": client_pid}).encode(), fds)
+                    return
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                self._supervisors.discard(pid)
+        if not self._supervisors:
+            return
+        for orphan in children_of(os.getpid(), all_stats()):
+            if orphan.pid not in self._supervisors:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(orphan.pid, signal.SIGKILL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="sublet.hosting.zygote")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--preload", default="")
+    parser.add_argument("--idle-exit", type=float, default=IDLE_EXIT_SECONDS)
+    wanted = parser.parse_args()
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(wanted.folder / f"{wanted.name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0  # somebody else's start won
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    for module in filter(None, wanted.preload.split(",")):
+        try:
+            importlib.import_module(module.strip())
+        except ImportError as e:
+            print(f"zygote: {module} was not preloaded: {e}", file=sys.stderr, flush=True)
+    containment.namespaces_work()
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page it touches
+    Zygote(wanted.folder, wanted.name, wanted.idle_exit).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

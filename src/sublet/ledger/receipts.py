@@ -1,0 +1,58 @@
+"""Receipts: proof of each teardown, kept where operators look for it."""
+
+from __future__ import annotations
+
+from sublet.core.lease import Lease
+from sublet.ledger.tx import Row, Tx
+from sublet.ports.ledger import Teardown
+from sublet.ports.processes import Receipt
+
+_COLUMNS = (
+    "lease_id, tenant, at, devices, proven, ladder, containment, pids, freed_bytes, scrubbed_bytes, "
+    "duration_us, detail"
+)
+
+
+def keep(tx: Tx, lease: Lease, receipt: Receipt) -> None:
+    tx.run(
+        f"INSERT INTO receipt ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+        lease.id,
+        lease.tenant,
+        tx.now,
+        " ".join(s.device_id for s in lease.slices),
+        int(receipt.proven),
+        receipt.ladder,
+        receipt.containment,
+        " ".join(map(str, receipt.pids)),
+        receipt.freed_bytes,
+        receipt.scrubbed_bytes,
+        receipt.duration_us,
+        receipt.detail[:1000],
+    )
+
+
+def newest(tx: Tx, *, tenant: str, limit: int) -> list[Teardown]:
+    where, params = ("WHERE tenant = ?", [tenant]) if tenant else ("", [])
+    found = tx.rows(
+        f"SELECT {_COLUMNS} FROM receipt {where} ORDER BY at DESC, lease_id LIMIT ?", *params, limit
+    )
+    return [_of(row) for row in found]
+
+
+def _of(r: Row) -> Teardown:
+    return Teardown(
+        lease_id=r[0],
+        tenant=r[1],
+        at=r[2],
+        devices=tuple(r[3].split()),
+        receipt=Receipt(
+            proven=bool(r[4]),
+            ladder=r[5],
+            containment=r[6],
+            pids=tuple(map(int, r[7].split())),
+            freed_bytes=r[8],
+            scrubbed_bytes=r[9],
+            duration_us=r[10],
+            detail=r[11],
+        ),
+    )

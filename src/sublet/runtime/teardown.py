@@ -1,0 +1,138 @@
+"""Teardown: end a lease's processes, then prove its devices clean. What cannot be proven is not called clean.
+
+Rules of this file:
+- Order: end and confirm every process, wait until the device's memory is back, overwrite it where the next tenant could read it.
+- "Back" is measured device-wide and compared with a baseline: a dead process is in no list, but what it left is in the sum.
+  What living leases hold on the same device is theirs and does not count.
+- The baseline is what is in use when nothing is leased: a desktop, a driver's own share. It is only ever lowered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from sublet.core.device import Device, Slice
+from sublet.core.errors import SubletError
+from sublet.core.lease import Holder
+from sublet.core.values import format_size
+from sublet.failpoints import failpoint
+from sublet.ports.driver import Driver
+from sublet.ports.processes import Processes, Receipt
+
+#: A driver frees a killed process's memory within this, or something holds it.
+BACK_WAIT_US = 2_000_000
+#: What a desktop's windows may come and go by.
+SLACK_BYTES = 8 << 20
+
+Scrub = Callable[[Device, int], int]
+
+
+@dataclass(slots=True)
+class _Place:
+    device: Device
+    slice_bytes: int
+    used_bytes: int | None
+
+
+class DeviceMemory:
+    """What is in use on this host's devices, beside what was in use before anybody leased them."""
+
+    def __init__(self, drivers: Mapping[str, Driver]) -> None:
+        self._drivers = drivers
+        self._baseline: dict[str, int] = {}
+
+    def used(self, device: Device, besides: frozenset[int]) -> int | None:
+        driver = self._drivers.get(device.driver)
+        return None if driver is None else driver.used_bytes(device.id, device.ordinal, besides)
+
+    def keeps_contents(self, device: Device) -> bool:
+        driver = self._drivers.get(device.driver)
+        return driver is not None and driver.capabilities(device.ordinal).keeps_contents
+
+    def note_baseline(self, device: Device, besides: frozenset[int]) -> None:
+        used = self.used(device, besides)
+        if used is not None:
+            self._baseline[device.id] = min(used, self._baseline.get(device.id, used))
+
+    def forget(self, device_id: str) -> None:
+        """An operator has looked at the device and called it clean as it is."""
+        self._baseline.pop(device_id, None)
+
+    def above_baseline(self, device: Device, used: int) -> int:
+        excess = used - self._baseline.get(device.id, 0)
+        return excess if excess > SLACK_BYTES else 0
+
+
+class Teardown:
+    def __init__(self, processes: Processes, memory: DeviceMemory, scrub: Scrub) -> None:
+        self._processes = processes
+        self._memory = memory
+        self._scrub = scrub
+
+    def run(
+        self,
+        holder: Holder,
+        slices: Iterable[Slice],
+        devices: Mapping[str, Device],
+        others: Callable[[], frozenset[int]],
+        former: Callable[[], frozenset[int]],
+        term_wait_us: int,
+        also: Iterable[Holder] = (),
+    ) -> Receipt:
+        """`others` are the processes of other living leases, asked anew each time: they come and go. `former` are those that
+        gave their lease back and live on; asked only when something seems left."""
+        begun = time.monotonic_ns()
+        places = [
+            _Place(devices[s.device_id], s.vram_bytes, self._memory.used(devices[s.device_id], others()))
+            for s in slices
+            if s.device_id in devices
+        ]
+        receipt = self._processes.end(holder, term_wait_us, also)
+        problems = [] if receipt.proven else [receipt.detail]
+        freed = scrubbed = 0
+        for place in places:
+            if problems:
+                break
+            try:
+                left = self._wait_until_back(place, others, former)
+                if left:
+                    problems.append(
+                        f"{format_size(left)} of {place.device.id} were still in use "
+                        f"{BACK_WAIT_US // 1_000_000} s after every process of the lease was gone"
+                    )
+                    continue
+                if place.used_bytes is not None:
+                    now = self._memory.used(place.device, others()) or 0
+                    freed += max(0, place.used_bytes - now)
+                failpoint("teardown_before_scrub")
+                if self._memory.keeps_contents(place.device):
+                    scrubbed += self._scrub(place.device, place.slice_bytes)
+            except SubletError as e:
+                problems.append(f"{place.device.id}: {e.message}")
+        return replace(
+            receipt,
+            proven=not problems,
+            ladder=receipt.ladder if not problems else "unproven",
+            freed_bytes=freed,
+            scrubbed_bytes=scrubbed,
+            duration_us=(time.monotonic_ns() - begun) // 1000,
+            detail="; ".join(problems),
+        )
+
+    def _wait_until_back(
+        self, place: _Place, others: Callable[[], frozenset[int]], former: Callable[[], frozenset[int]]
+    ) -> int:
+        """0 when the device is at its baseline, else what is above it."""
+        give_up = time.monotonic_ns() // 1000 + BACK_WAIT_US
+        alive: frozenset[int] | None = None
+        while True:
+            used = self._memory.used(place.device, others() | (alive or frozenset()))
+            left = 0 if used is None else self._memory.above_baseline(place.device, used)
+            if not left or time.monotonic_ns() // 1000 >= give_up:
+                return left
+            if alive is None:
+                alive = former()
+                continue
+            time.sleep(0.005)
