@@ -47,6 +47,8 @@ __kernel void count(__global uint* out) { atomic_inc((volatile __global uint*)ou
 """,
 }
 BROKEN = {"host": "def f(:", "opencl": "__kernel void f( { nonsense }"}
+#: The compiler's own words about it.
+LOGS = {"host": "invalid syntax (<kernel>, line 1)", "opencl": "error: "}
 
 
 class FakeLease:
@@ -111,10 +113,14 @@ def test_the_recipe(rig: Rig, gpu: GpuSession) -> None:
 def test_arguments_arrive_bit_exact(rig: Rig, gpu: GpuSession) -> None:
     out = gpu.alloc(32)
     module = gpu.load(SOURCES[rig.name])
-    args = [u32(0xDEADBEEF), u64(2**63 + 1), i32(-5), f32(1.5), f64(-0.1), out]
-    gpu.launch(module, "mixed", args=args)
-    gpu.sync()
-    assert gpu.read(out) == struct.pack("<IQiifd", 0xDEADBEEF, 2**63 + 1, -5, 0, 1.5, -0.1)
+    for a, b, c, d, e in (
+        (0xDEADBEEF, 2**63 + 1, -5, 1.5, -0.1),
+        (0, 2**64 - 1, -(2**31), 0.1, 5e-324),  # 0.1 is no f32: it is rounded, as C does
+        (2**32 - 1, 0, 2**31 - 1, float("-inf"), float("inf")),
+    ):
+        gpu.launch(module, "mixed", args=[u32(a), u64(b), i32(c), f32(d), f64(e), out])
+        gpu.sync()
+        assert gpu.read(out) == struct.pack("<IQiifd", a, b, c, 0, d, e)
 
 
 def test_every_thread_of_the_grid_runs(rig: Rig, gpu: GpuSession) -> None:
@@ -147,6 +153,8 @@ def test_wrong_use_is_refused_and_the_session_goes_on(rig: Rig, gpu: GpuSession)
     buffer, module = gpu.alloc(16), gpu.load(SOURCES[rig.name])
     freed = gpu.alloc(16)
     gpu.free(freed)
+    unloaded = gpu.load(SOURCES[rig.name])
+    gpu.unload(unloaded)
     wrong = [
         lambda: gpu.alloc(0),
         lambda: gpu.alloc(-1),
@@ -164,6 +172,21 @@ def test_wrong_use_is_refused_and_the_session_goes_on(rig: Rig, gpu: GpuSession)
         lambda: gpu.write(buffer, b"x", offset=-1),
         lambda: gpu.read(buffer, 17),
         lambda: gpu.read(buffer, -1),
+        lambda: gpu.read(buffer, offset=17),
+        lambda: gpu.read(buffer, 1, offset=-1),
+        lambda: gpu.read(buffer, 2**64),
+        lambda: gpu.read(buffer, 1.0),
+        lambda: gpu.write(buffer, b"x", offset=2**64),
+        lambda: gpu.write(buffer, b"x", offset=0.0),
+        lambda: gpu.write(buffer, "text"),
+        lambda: gpu.write(module, b"x"),
+        lambda: gpu.read(module),
+        lambda: gpu.load(7),
+        lambda: gpu.unload(unloaded),
+        lambda: gpu.launch(unloaded, "count", args=[buffer]),
+        lambda: gpu.launch(buffer, "count", args=[buffer]),
+        lambda: gpu.launch(module, 7, args=[buffer]),
+        lambda: gpu.launch(module, "count", args=[module]),
         lambda: gpu.launch(module, "no_such_kernel"),
         lambda: gpu.launch(foreign_module, "count", args=[buffer]),
         lambda: gpu.launch(module, "count", args=[foreign_buffer]),
@@ -182,6 +205,8 @@ def test_wrong_use_is_refused_and_the_session_goes_on(rig: Rig, gpu: GpuSession)
     with pytest.raises(CompileFailed) as failed:
         gpu.load(BROKEN[rig.name])
     assert "did not compile" in str(failed.value)
+    assert LOGS[rig.name] in str(failed.value)
+    assert gpu.used_bytes == 16
     with pytest.raises(OutOfMemory, match="would exceed the leased 1MiB"):
         gpu.alloc(QUOTA)
     gpu.write(buffer, b"still here......")
@@ -189,6 +214,75 @@ def test_wrong_use_is_refused_and_the_session_goes_on(rig: Rig, gpu: GpuSession)
     gpu.sync()
     assert gpu.read(buffer) == b"still here......"
     other.close()
+
+
+def test_all_that_was_leased_and_not_a_byte_more(gpu: GpuSession) -> None:
+    whole = gpu.alloc(QUOTA)
+    for size in (1, QUOTA, 2**60):
+        with pytest.raises(OutOfMemory, match="would exceed the leased 1MiB: 1MiB is in use"):
+            gpu.alloc(size)
+    gpu.free(whole)
+    halves = gpu.alloc(QUOTA // 2), gpu.alloc(QUOTA // 2)
+    with pytest.raises(OutOfMemory):
+        gpu.alloc(1)
+    gpu.write(halves[1], b"usable")
+    assert gpu.read(halves[1], 6) == b"usable"
+    assert gpu.tally.errors == 4
+    assert gpu.tally.peak_bytes == QUOTA
+
+
+def test_arguments_must_be_what_the_kernel_declares() -> None:
+    """Where kernels declare types: a Python function takes anything."""
+    need(_installed(), "pyopencl with PoCL")
+    rig = Rig("opencl")
+    with rig.open() as gpu:
+        buffer, module = gpu.alloc(16), gpu.load(SOURCES["opencl"])
+        local = gpu.load("__kernel void f(__local uint* scratch, uchar small) { scratch[0] = small; }")
+        for args, words in (
+            ([u32(1), u32(16), buffer], "argument 0 of train_step is ulong, not u32"),
+            ([u64(1), f32(16), buffer], "argument 1 of train_step is uint, not f32"),
+            ([u64(1), buffer, buffer], "argument 1 of train_step is uint, not a buffer"),
+            ([u64(1), u32(16), u64(0)], r"argument 2 of train_step is uchar\*, not u64"),
+            ([u64(1), u32(16)], r"takes 3 arguments \(ulong, uint, uchar\*\), not 2"),
+        ):
+            with pytest.raises(BadInput, match=words):
+                gpu.launch(module, "train_step", args=args)
+        with pytest.raises(BadInput, match="is uchar, not u32"):
+            gpu.launch(local, "f", args=[buffer, u32(1)])
+        with pytest.raises(BadInput, match="cannot launch count as grid"):
+            gpu.launch(module, "count", block=1 << 20, args=[buffer])
+        gpu.launch(module, "train_step", grid=16, args=[u64(3), u32(16), buffer])
+        gpu.sync()
+        assert gpu.read(buffer) == b"\x03" * 16
+        assert (gpu.tally.launches, gpu.tally.errors) == (1, 7)
+
+
+def test_many_launches_between_two_syncs(rig: Rig, gpu: GpuSession) -> None:
+    """More than a driver keeps events for: none is lost, and their device time is counted once."""
+    buffer, module = gpu.alloc(4), gpu.load(SOURCES[rig.name])
+    for _ in range(1300):
+        gpu.launch(module, "train_step", grid=4, args=[u64(1), u32(4), buffer])
+    spent = gpu.sync()
+    assert gpu.read(buffer) == bytes([1300 % 256] * 4)
+    assert spent > 0
+    assert gpu.sync() == 0
+    assert (gpu.tally.launches, gpu.tally.device_us) == (1300, spent)
+
+
+def test_launching_behind_an_endless_kernel_does_not_hang() -> None:
+    """Only `sync` waits, because only it has a watchdog."""
+    need(_installed(), "pyopencl with PoCL")
+    from sublet.core.errors import KernelTimeout
+
+    gpu = Rig("opencl").open(watchdog_us=20_000)
+    slow = "__kernel void slow(__global uint* out) { for (uint i = 0; i < 600000000u; i++) out[i & 1] += i; }"
+    buffer, module = gpu.alloc(8), gpu.load(slow + SOURCES["opencl"])
+    gpu.launch(module, "slow", args=[buffer])
+    for _ in range(600):
+        gpu.launch(module, "train_step", args=[u64(1), u32(4), buffer])
+    with pytest.raises(KernelTimeout):
+        gpu.sync()
+    gpu.close()
 
 
 def test_after_the_lease_nothing_but_freeing_works(rig: Rig) -> None:

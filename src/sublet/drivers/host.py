@@ -67,22 +67,31 @@ class _Memory:
 
     __slots__ = ("fd", "map", "size", "view")
 
-    def __init__(self, device_id: str, size: int) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.fd = os.memfd_create(memory_name(device_id), os.MFD_CLOEXEC)
+        self.fd = -1
+        self.map: mmap.mmap | None = None
+        self.view = memoryview(b"")
+
+    def take(self, device_id: str) -> None:
         try:
-            os.ftruncate(self.fd, size)
-            self.map = mmap.mmap(self.fd, size)
+            self.fd = os.memfd_create(memory_name(device_id), os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, self.size)
+            self.map = mmap.mmap(self.fd, self.size)
         except (OSError, ValueError) as e:
-            os.close(self.fd)
-            raise OutOfMemory(f"the host has not {format_size(size)} of memory left") from e
+            self.close()
+            raise OutOfMemory(f"the host has not {format_size(self.size)} of memory left") from e
         self.view = memoryview(self.map)
 
     def close(self) -> None:
+        """Safe to call twice, and when only half of it was taken."""
         self.view.release()
-        with contextlib.suppress(BufferError):  # a kernel kept a view: the map goes when it lets go
-            self.map.close()
-        os.close(self.fd)
+        if self.map is not None:
+            with contextlib.suppress(BufferError):  # a kernel kept a view: the map goes when it lets go
+                self.map.close()
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1  # the number may be another file's by the second time
+            os.close(fd)
 
 
 class HostContext:
@@ -91,6 +100,7 @@ class HostContext:
     def __init__(self, device_id: str, faults: Faults) -> None:
         self._device_id = device_id
         self._faults = faults
+        self._held: dict[int, _Memory] = {}
         self._used = 0
         self._spent_us = 0
         self._slowest_us = 0
@@ -98,13 +108,21 @@ class HostContext:
     def alloc(self, size: int) -> _Memory:
         if self._faults.oom_bytes and self._used + size > self._faults.oom_bytes:
             raise OutOfMemory(f"the device has not {format_size(size)} left")
-        memory = _Memory(self._device_id, size)
+        memory = _Memory(size)
+        # Before it takes anything, so that `close` finds what a Ctrl-C cut short.
+        self._held[id(memory)] = memory
+        try:
+            memory.take(self._device_id)
+        except OutOfMemory:
+            del self._held[id(memory)]
+            raise
         self._used += size
         return memory
 
     def free(self, buffer: _Memory) -> None:
         self._used -= buffer.size
         buffer.close()
+        del self._held[id(buffer)]
 
     def write(self, buffer: _Memory, offset: int, data: memoryview) -> None:
         buffer.view[offset : offset + data.nbytes] = data
@@ -137,7 +155,20 @@ class HostContext:
             known = ", ".join(sorted(module)) or "none"
             raise BadInput(f"the module has no kernel {kernel[:60]!r}; it has {known}")
         total: Shape3 = (grid[0] * block[0], grid[1] * block[1], grid[2] * block[2])
-        values = [a.value if isinstance(a, Scalar) else a.view[:] for a in args]
+        values: list[Any] = []
+        try:
+            values += [a.value if isinstance(a, Scalar) else a.view[:] for a in args]
+            took = self._run(kernel, code, total, values)
+        finally:
+            # Also of a launch that was refused: whoever keeps its exception would keep the memory.
+            for value in values:
+                if isinstance(value, memoryview):
+                    with contextlib.suppress(BufferError):
+                        value.release()
+        self._spent_us += took
+        self._slowest_us = max(self._slowest_us, took)
+
+    def _run(self, kernel: str, code: Callable[..., object], total: Shape3, values: list[Any]) -> int:
         try:
             inspect.signature(code).bind(total, *values)
         except TypeError as e:
@@ -149,14 +180,7 @@ class HostContext:
             code(total, *values)
         except Exception as e:
             raise DeviceFault(f"kernel {kernel} failed: {type(e).__name__}: {e}") from e
-        finally:
-            for value in values:
-                if isinstance(value, memoryview):
-                    with contextlib.suppress(BufferError):
-                        value.release()
-        took = (time.perf_counter_ns() - begun) // 1000
-        self._spent_us += took
-        self._slowest_us = max(self._slowest_us, took)
+        return (time.perf_counter_ns() - begun) // 1000
 
     def sync(self, timeout_us: int | None) -> int:
         spent, slowest = self._spent_us, self._slowest_us
@@ -166,6 +190,9 @@ class HostContext:
         return spent
 
     def close(self) -> None:
+        """Memory goes with its context, as it does on a GPU, also if whoever took it was interrupted before they knew."""
+        while self._held:
+            self._held.popitem()[1].close()
         if self._faults.wedge:
             while True:
                 time.sleep(3600)

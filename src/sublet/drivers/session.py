@@ -5,6 +5,8 @@ Rules of this file:
   the lease itself, before every operation. A refused operation changes nothing and leaves the session usable.
 - Whatever ends the session (the block's end, an exception, the lease) frees everything in reverse order of creation. What the
   program had not freed itself is counted: it goes into the Receipt.
+- Ctrl-C may come at any line. Nothing is freed twice; teardown goes on to its end and can be taken up again where it was cut
+  short. What an interrupted `alloc` or `free` lost sight of goes with the context, which is always closed.
 - After the lease has ended every operation raises `LeaseLost`; only freeing still works.
 - A kernel that outlives the watchdog leaves the device in an unknown state: the session is over, and so should the process be.
 """
@@ -42,11 +44,17 @@ class Buffer:
     number: int
     size: int
 
+    def __hash__(self) -> int:
+        return self.number  # unique, and half the price: every launch looks its handles up
+
 
 @dataclass(frozen=True, slots=True)
 class Module:
     session: int
     number: int
+
+    def __hash__(self) -> int:
+        return self.number
 
 
 @dataclass(slots=True)
@@ -88,6 +96,9 @@ class GpuSession:
         self._live: dict[Buffer | Module, RawBuffer | RawModule] = {}  # in order of creation
         self._used_bytes = 0
         self._over = ""
+        self._wedged = ""
+        self._let_go = False  # has the context been closed?
+        self._interrupt: BaseException | None = None
         self.device_id = device_id
         self.tally = Tally()
 
@@ -103,22 +114,24 @@ class GpuSession:
                     f"{format_size(size)} more would exceed the leased {format_size(self._quota_bytes)}: "
                     f"{format_size(self._used_bytes) if self._used_bytes else 'nothing'} is in use"
                 )
-            raw = self._context.alloc(size)
             buffer = Buffer(self._number, next(_numbers), size)
-            self._live[buffer] = raw
+            self._live[buffer] = self._context.alloc(size)
             self._used_bytes += size
             self.tally.peak_bytes = max(self.tally.peak_bytes, self._used_bytes)
             return buffer
 
     def free(self, buffer: Buffer) -> None:
         raw = self._find(buffer, Buffer)
+        # Forgotten before it is freed: a free that failed half-way must not be tried again on memory that is another's by then.
         del self._live[buffer]
         self._used_bytes -= buffer.size
-        with self._counted():
-            self._context.free(raw)
+        self._release(partial(self._context.free, raw))
 
     def write(self, buffer: Buffer, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        view = memoryview(data).cast("B")
+        try:
+            view = memoryview(data).cast("B")
+        except TypeError as e:
+            raise BadInput(f"only contiguous bytes can be written: {e}") from e
         with self._operation():
             raw = self._find(buffer, Buffer)
             self._bounded(buffer, offset, view.nbytes)
@@ -136,23 +149,25 @@ class GpuSession:
 
     @staticmethod
     def _bounded(buffer: Buffer, offset: int, size: int) -> None:
+        if not isinstance(offset, int) or not isinstance(size, int):
+            raise BadInput(f"offset and size must be whole numbers, not {offset!r} and {size!r}")
         if offset < 0 or size < 0 or offset + size > buffer.size:
             raise BadInput(f"bytes {offset} to {offset + size} are outside the buffer's {buffer.size}")
 
     # code
 
     def load(self, source: str | bytes) -> Module:
+        if not isinstance(source, str | bytes):
+            raise BadInput(f"a kernel's source must be text or bytes, not {type(source).__name__}")
         with self._operation():
-            raw = self._context.load(source)
             module = Module(self._number, next(_numbers))
-            self._live[module] = raw
+            self._live[module] = self._context.load(source)
             return module
 
     def unload(self, module: Module) -> None:
         raw = self._find(module, Module)
         del self._live[module]
-        with self._counted():
-            self._context.unload(raw)
+        self._release(partial(self._context.unload, raw))
 
     def launch(
         self,
@@ -165,7 +180,10 @@ class GpuSession:
     ) -> None:
         """`grid` blocks of `block` threads. Numbers are typed: `sublet.u32(n)`."""
         shape, threads = launch_shape(grid, what="grid"), launch_shape(block, what="block")
-        with self._operation():
+        if not isinstance(kernel, str):
+            raise BadInput(f"a kernel is named by a text, not {type(kernel).__name__}")
+        self._ready()
+        try:  # `_operation` written out: a generator costs microseconds, and this is the hot path
             code = self._find(module, Module)
             raw_args: list[Scalar | RawBuffer] = []
             for place, arg in enumerate(args):
@@ -179,7 +197,10 @@ class GpuSession:
                         "or a buffer of this session"
                     )
             self._context.launch(code, kernel, shape, threads, raw_args)
-            self.tally.launches += 1
+        except SubletError:
+            self.tally.errors += 1
+            raise
+        self.tally.launches += 1
 
     def sync(self) -> int:
         """Wait for everything launched; the device time it took, in microseconds."""
@@ -198,39 +219,48 @@ class GpuSession:
     def used_bytes(self) -> int:
         return self._used_bytes
 
+    def _ready(self) -> None:
+        if self._over:
+            raise DeviceFault(f"the session is over: {self._over}", remedy="open a new session")
+        self._lease.check()
+
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _operation(self) -> Iterator[None]:
+        self._ready()
         try:
             yield
         except SubletError:
             self.tally.errors += 1
             raise
 
-    @contextlib.contextmanager
-    def _operation(self) -> Iterator[None]:
-        if self._over:
-            raise DeviceFault(f"the session is over: {self._over}", remedy="open a new session")
-        self._lease.check()
-        with self._counted():
-            yield
+    def _release(self, release: Callable[[], None]) -> None:
+        """What the program gives back itself. If it fails, nobody knows whether the device still has it: the Receipt says so."""
+        try:
+            release()
+        except BaseException as e:
+            self.tally.errors += isinstance(e, SubletError)
+            self._note(e)
+            raise
 
     def _find(self, handle: Buffer | Module, kind: type[Buffer] | type[Module]) -> RawBuffer | RawModule:
         if not isinstance(handle, kind):
             raise BadInput(f"{handle!r} is not a {kind.__name__.lower()}")
         if handle.session != self._number:
             raise BadInput(f"this {kind.__name__.lower()} belongs to another session")
-        if handle not in self._live:
-            raise BadInput(
-                f"this {kind.__name__.lower()} was already {'freed' if kind is Buffer else 'unloaded'}"
-            )
-        return self._live[handle]
+        try:
+            return self._live[handle]
+        except KeyError:
+            gone = "freed" if kind is Buffer else "unloaded"
+            raise BadInput(f"this {kind.__name__.lower()} was already {gone}") from None
 
     def close(self) -> Tally:
-        """Free everything that is left, newest first, then the device. Safe to call twice."""
-        if self._over == "closed":
+        """Free everything that is left, newest first, then the device. Safe to call twice, and again if it was interrupted."""
+        if self._let_go:
             return self.tally
-        wedged, self._over = self._over, "closed"
-        for handle, raw in reversed(list(self._live.items())):
+        if self._over != "closed":
+            self._wedged, self._over = self._over, "closed"
+        while self._live:
+            handle, raw = self._live.popitem()
             if isinstance(handle, Buffer):
                 self.tally.left_buffers += 1
                 self.tally.left_bytes += handle.size
@@ -238,20 +268,29 @@ class GpuSession:
             else:
                 self.tally.left_modules += 1
                 self._quietly(partial(self._context.unload, raw))
-        self._live.clear()
         self._used_bytes = 0
-        if wedged:
-            self.tally.problems.append(wedged)
+        if self._wedged:
+            self.tally.problems.append(self._wedged)
+        self._let_go = True
         self._quietly(self._context.close)
         self._on_close(self.tally)
+        interrupt, self._interrupt = self._interrupt, None  # kept, its traceback would keep what it saw
+        if interrupt is not None:
+            raise interrupt
         return self.tally
 
     def _quietly(self, release: Callable[[], None]) -> None:
-        """Teardown goes on whatever one part of it says; what it said is kept."""
+        """Teardown goes on whatever one part of it says; what it said is kept. A Ctrl-C is raised again at the end."""
         try:
             release()
         except Exception as e:
-            self.tally.problems.append(f"{type(e).__name__}: {e}")
+            self._note(e)
+        except BaseException as e:
+            self._note(e)
+            self._interrupt = e
+
+    def _note(self, error: BaseException) -> None:
+        self.tally.problems.append(f"{type(error).__name__}: {error}")
 
     def __enter__(self) -> GpuSession:
         return self
@@ -259,4 +298,7 @@ class GpuSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        finally:
+            self.close()  # nothing to do, unless a Ctrl-C cut the first one short

@@ -54,7 +54,7 @@ class Context(Protocol):
         """Wait for everything started; the device time spent, in microseconds. `DeviceFault` when it takes longer."""
 
     def close(self) -> None:
-        """Let go of the device. Called once, last."""
+        """Let go of the device, and of all that an interrupted `alloc`, `free`, `load` or `unload` left on it. Called once, last."""
 
 
 class Driver(Protocol):
