@@ -128,7 +128,7 @@ def _installed(modules: str) -> str:
 
 
 def processes(settings: Settings) -> HostProcesses:
-    return HostProcesses(settings["host"])
+    return HostProcesses(settings["host"], settings.home / "run")
 
 
 def keeper(settings: Settings, ledger: Ledger) -> Keeper:

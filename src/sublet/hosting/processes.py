@@ -17,9 +17,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sublet.core.lease import Holder
 from sublet.failpoints import failpoint
+from sublet.hosting import accounts
 from sublet.hosting.containment import CGROUP, PID_NAMESPACE, Group, group_name
 from sublet.ports.processes import Receipt
 
@@ -143,8 +145,9 @@ def end_children(wait_us: int) -> list[int]:
 class HostProcesses:
     """Implements `ports.processes.Processes`."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, accounts: Path | None = None) -> None:
         self._host = host
+        self._accounts = accounts  # the folder in which supervisors leave theirs
 
     def identify(self, pid: int) -> Holder | None:
         stat = read_stat(pid)
@@ -187,10 +190,13 @@ class HostProcesses:
         inside = {CGROUP} if group is not None else set()
 
         def receipt(proven: bool, ladder: str, pids: Iterable[int], detail: str = "") -> Receipt:
+            account = self._take_account(holder)
+            if account.get("ended") and proven and ladder != "kill":
+                ladder = str(account["ladder"])  # the supervisor was quicker, and knows which rung it took
             return Receipt(
                 proven=proven,
                 ladder=ladder,
-                containment=", ".join(sorted(inside)) or CONTAINMENT,
+                containment=account.get("containment") or ", ".join(sorted(inside)) or CONTAINMENT,
                 pids=tuple(sorted(pids)),
                 duration_us=(time.monotonic_ns() - begun) // 1000,
                 detail=detail,
@@ -233,6 +239,13 @@ class HostProcesses:
         finally:
             for fd in watched.values():
                 os.close(fd)
+
+    def _take_account(self, holder: Holder) -> dict[str, Any]:
+        if self._accounts is None:
+            return {}
+        account = accounts.read(self._accounts, holder.pid, holder.started)
+        accounts.remove(self._accounts, holder.pid, holder.started)
+        return account
 
     @staticmethod
     def _ladder(root: int, leader: int | None, watched: dict[int, int], term_wait_us: int) -> str:

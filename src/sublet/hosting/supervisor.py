@@ -2,7 +2,7 @@
 
 Rules of this file:
 - It is outside what it contains, has one thread, and touches nothing of the user's: what the worker does cannot stop it.
-- Its own death is the last resort: a timer of the kernel's kills it at the deadline, and everything inside dies with it.
+- Its own death is the last resort: a timer of the kernel's kills it just after the deadline, and everything inside dies with it.
 - It ends the worker when told, at the deadline, and when the process that asked for it is gone.
 - It needs nobody to do so: no ledger, no warden, no zygote.
 """
@@ -19,9 +19,10 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from sublet.hosting import containment, linux
+from sublet.hosting import accounts, containment, linux
 from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
 from sublet.hosting.containment import Group
 from sublet.hosting.processes import end_children, ended, read_stat
@@ -29,8 +30,11 @@ from sublet.hosting.processes import end_children, ended, read_stat
 #: At the deadline the grace is over. This is for a last line in a log.
 TERM_WAIT_US = 30_000
 KILL_WAIT_US = 5_000_000
-#: The supervisor acts this long before the kernel's timer would end it, so that it can still tell how it went.
+#: The supervisor acts a little before the deadline, and the kernel's timer ends it a little after: one that is well has the time
+#: to finish and to say how it went, one that is not has no more than that. The slice is nobody else's before the warden has seen
+#: everything gone, so the moment costs nobody anything.
 EARLY_US = 20_000
+BACKSTOP_US = 200_000
 _SCM_CREDENTIALS = 2
 _CREDENTIALS = struct.Struct("iII")
 
@@ -142,8 +146,11 @@ def _hear_pid(link: socket.socket) -> int:
 
 
 class Supervisor:
-    def __init__(self, inmate: Inmate, control: socket.socket, client_pid: int) -> None:
+    def __init__(self, inmate: Inmate, control: socket.socket, client_pid: int, folder: Path) -> None:
         self._inmate = inmate
+        self._folder = folder
+        own = read_stat(os.getpid())
+        self.started = own.started if own else 0
         self._control = control
         self._switch = linux.DeadMansSwitch()
         self._deadline_us: int | None = None
@@ -154,6 +161,7 @@ class Supervisor:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> NoReturn:
+        self._account(ended=False)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         why = "the process that asked for it is gone" if self._client_fd is None else self._watch()
@@ -197,7 +205,7 @@ class Supervisor:
     def _obey(self, order: dict[str, Any]) -> str:
         if "deadline_us" in order:
             self._deadline_us = int(order["deadline_us"])
-            self._switch.arm(self._deadline_us)
+            self._switch.arm(self._deadline_us + BACKSTOP_US)
         if order.get("interrupt"):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._inmate.fd, signal.SIGINT)
@@ -230,16 +238,13 @@ class Supervisor:
             if not inmate.group.emptied(KILL_WAIT_US):
                 survivors += inmate.group.pids()
             inmate.group.remove()
-        self._say(
-            {
-                "ended": why,
-                "status": status,
-                "ladder": ladder,
-                "survivors": survivors,
-                "duration_us": _now_us() - begun,
-            }
-        )
+        self._account(ended=True, ladder=ladder, survivors=survivors, duration_us=_now_us() - begun)
+        self._say({"ended": why, "status": status})
         os._exit(0)
+
+    def _account(self, **facts: Any) -> None:
+        facts["containment"] = self._inmate.containment
+        accounts.keep(self._folder, os.getpid(), self.started, facts)
 
 
 def _status_of(pid: int) -> int | None:
@@ -252,7 +257,9 @@ def _status_of(pid: int) -> int | None:
 # --- a spare, and what makes it somebody's -------------------------------------------------------------------
 
 
-def spare(assignments: socket.socket, serve: Callable[[int, int, int, int], NoReturn]) -> NoReturn:
+def spare(
+    assignments: socket.socket, folder: Path, serve: Callable[[int, int, int, int], NoReturn]
+) -> NoReturn:
     """Runs in a fork of the zygote: make a worker, wait until somebody wants it, supervise it."""
 
     def serve_fds(fds: list[int]) -> NoReturn:
@@ -273,17 +280,16 @@ def spare(assignments: socket.socket, serve: Callable[[int, int, int, int], NoRe
     assignments.close()
     order = json.loads(message)
     control = socket.socket(fileno=fds[0])
-    supervisor = Supervisor(inmate, control, order["client_pid"])
+    supervisor = Supervisor(inmate, control, order["client_pid"], folder)
     send_with_fds(inmate.link, b"begin", fds[1:])
     for fd in fds[1:]:
         os.close(fd)
     inmate.link.close()
-    own = read_stat(os.getpid())
     control.send(
         json.dumps(
             {
                 "pid": os.getpid(),
-                "started": own.started if own else 0,
+                "started": supervisor.started,
                 "worker_pid": inmate.pid,
                 "containment": inmate.containment,
             }

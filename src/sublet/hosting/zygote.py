@@ -55,6 +55,7 @@ class Zygote:
         self._idle_exit = idle_exit
         self._supervisors: set[int] = set()
         self._spare: socket.socket | None = None
+        self._spare_pid = 0
         self._spare_at: float | None = 0.0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with contextlib.suppress(FileNotFoundError), reachable(folder, name) as path:
@@ -77,7 +78,7 @@ class Zygote:
             now = time.monotonic()
             if self._spare is None and self._spare_at is not None and now >= self._spare_at:
                 self._make_spare()
-            if self._supervisors:
+            if self._supervisors - {self._spare_pid}:
                 wanted_at = now
             elif now - wanted_at > self._idle_exit:
                 return
@@ -110,7 +111,7 @@ class Zygote:
                 for fd in (self._wake_read, self._wake_write):
                     os.close(fd)
                 os.setsid()
-                spare(there, serve)
+                spare(there, self._folder, serve)
             except BaseException as e:
                 print(f"supervisor: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
             finally:
@@ -140,7 +141,7 @@ class Zygote:
             if self._spare is None:
                 self._make_spare()
             assert self._spare is not None
-            given, self._spare = self._spare, None
+            given, self._spare, self._spare_pid = self._spare, None, 0
             self._spare_at = time.monotonic() + SPARE_AFTER_SECONDS
             with given, contextlib.suppress(OSError):
                 if receive_with_fds(given)[0]:
