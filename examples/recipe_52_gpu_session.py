@@ -1,6 +1,7 @@
 """One training step on a leased GPU, by hand: load code, move a batch, launch, read back, leave nothing behind.
 
-Runs anywhere: on a machine without a GPU the device is PoCL (OpenCL on the CPU) if it is installed, else the host driver.
+Runs anywhere: an NVIDIA GPU takes the PTX, any other the OpenCL C; on a machine without a GPU the device is PoCL (OpenCL on the CPU)
+if it is installed, else the host driver.
     python examples/recipe_52_gpu_session.py
 """
 
@@ -21,7 +22,33 @@ PTX = """
 .version 7.0
 .target sm_50
 .address_size 64
-.visible .entry train_step(.param .u64 step, .param .u32 n, .param .u64 batch) { ret; }
+
+.visible .entry train_step(.param .u64 step, .param .u32 n, .param .u64 batch)
+{
+    .reg .pred %outside;
+    .reg .b16  %byte, %by;
+    .reg .b32  %i, %n, %block, %threads;
+    .reg .b64  %at, %offset, %step;
+
+    mov.u32             %block, %ctaid.x;
+    mov.u32             %threads, %ntid.x;
+    mov.u32             %i, %tid.x;
+    mad.lo.u32          %i, %block, %threads, %i;   // the byte that is this thread's
+    ld.param.u32        %n, [n];
+    setp.ge.u32         %outside, %i, %n;
+    @%outside ret;
+
+    ld.param.u64        %at, [batch];
+    cvta.to.global.u64  %at, %at;
+    cvt.u64.u32         %offset, %i;
+    add.u64             %at, %at, %offset;
+    ld.param.u64        %step, [step];
+    cvt.u16.u64         %by, %step;
+    ld.global.u8        %byte, [%at];
+    add.u16             %byte, %byte, %by;
+    st.global.u8        [%at], %byte;
+    ret;
+}
 """
 
 

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import sublet
 from sublet.drivers.opencl import _installed
 from tests.conftest import need
+from tests.drivers import ptx
+from tests.drivers.cuda_shim import Shim, assemble, shim_fixture, shim_libraries_fixture  # noqa: F401
 from tests.runtime.conftest import Home, sqlite_home  # noqa: F401
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("devices", ["host:1x1GiB", "opencl:all"])
-def test_recipe_52_gpu_session(devices: str, sqlite_home: Home) -> None:  # noqa: F811
+def run_example(name: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize("devices", ["host:1x1GiB", "opencl:all", "cuda:all"])
+def test_recipe_52_gpu_session(devices: str, sqlite_home: Home, request: pytest.FixtureRequest) -> None:  # noqa: F811
+    environment = sqlite_home.environment | {"SUBLET_DEVICES": devices}
     if devices.startswith("opencl"):
         need(_installed(), "pyopencl with PoCL")
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "recipe_52_gpu_session.py")],
-        capture_output=True,
-        text=True,
-        env=sqlite_home.environment | {"SUBLET_DEVICES": devices},
-    )
+    if devices.startswith("cuda"):
+        shim: Shim = request.getfixturevalue("shim")
+        environment = shim.env(**{k: v for k, v in environment.items() if k.startswith("SUBLET_")})
+    done = run_example("recipe_52_gpu_session.py", environment)
     assert done.returncode == 0, done.stderr
     assert "step 42 done: [43, 44, 45, 46]" in done.stdout
     assert "nothing is left" in done.stdout
+    if devices.startswith("cuda"):
+        assert "leased GPU-" in done.stdout
+        log = shim.log.read_text().splitlines()
+        assert [line.split()[1:4] for line in log if line.startswith("launch ")] == [
+            ["train_step", "4,1,1", "1,1,1"]
+        ]
+        assert not [line for line in log if line.startswith(("FAULT", "leak"))]
+
+
+def test_the_ptx_of_recipe_52_is_taken_by_nvidia_s_assembler(tmp_path: Path) -> None:
+    assemble(runpy.run_path(str(EXAMPLES / "recipe_52_gpu_session.py"))["PTX"], tmp_path)
+
+
+def test_the_ptx_of_recipe_52_does_the_step() -> None:
+    """The shim knows the kernel by its name and never looks inside."""
+    text = runpy.run_path(str(EXAMPLES / "recipe_52_gpu_session.py"))["PTX"]
+    for grid, block in (((4, 1, 1), (1, 1, 1)), ((3, 1, 1), (2, 1, 1))):
+        memory = bytearray([9, 1, 2, 3, 254, 9, 9, 9])
+        args = [sublet.u64(42).encoded(), sublet.u32(4).encoded(), (1).to_bytes(8, "little")]
+        ptx.run(text, "train_step", args, memory, grid=grid, block=block)
+        assert list(memory) == [9, 43, 44, 45, 40, 9, 9, 9]

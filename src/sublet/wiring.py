@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,7 @@ from sublet.drivers.remote import RemoteSession
 from sublet.hosting.clock import HostClock
 from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.processes import HostProcesses
+from sublet.ports.driver import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.ports.session import Session
 from sublet.ports.worker import Worker, Workers
@@ -87,8 +88,9 @@ def open_ledger(settings: Settings) -> Ledger:
         return found
 
 
-def find_host_devices(settings: Settings) -> list[FoundDevice]:
-    probes = {name: driver.probe for name, driver in installed_drivers().items()}
+def find_host_devices(settings: Settings, known: Mapping[str, Driver] | None = None) -> list[FoundDevice]:
+    """What SUBLET_DEVICES names here. `known` drivers have then been told what is declared about their devices."""
+    probes = {name: driver.probe for name, driver in (known or installed_drivers()).items()}
     return find_devices(settings["devices"], settings["host"], probes)
 
 

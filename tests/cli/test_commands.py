@@ -195,6 +195,56 @@ def test_doctor_hides_secrets_and_names_what_fails(home: Home) -> None:
     assert "fail" in password.stdout
 
 
+def test_doctor_tries_the_devices(home: Home) -> None:
+    done = sublet(home, "doctor", "--gpu", "--json", SUBLET_DEVICES="host:2x1GiB")
+    assert done.returncode == 0, done.stderr
+    devices = json.loads(done.stdout)["devices"]
+    assert [d["id"].rpartition("-")[2] for d in devices] == ["host0", "host1"]
+    for device in devices:
+        statuses = {c["check"]: c["status"] for c in device["checks"]}
+        assert statuses.pop("scrub") == "skip"
+        assert set(statuses.values()) == {"ok"}, device
+    named = sublet(home, "doctor", "--gpu", "--device", devices[1]["id"], SUBLET_DEVICES="host:2x1GiB")
+    assert named.returncode == 0, named.stderr
+    assert {line.split()[0] for line in named.stdout.splitlines()[1:]} == {devices[1]["id"]}
+    assert home.warden_pid() == 0, "it leases nothing, so it needs nobody"
+
+
+def test_doctor_names_the_checks_a_device_failed(home: Home) -> None:
+    done = sublet(home, "doctor", "--gpu", SUBLET_DEVICES="host:1x1GiB!oom=1MiB")
+    assert done.returncode == 71
+    assert "2 check(s) failed: alloc on " in done.stderr
+    assert "watchdog on " in done.stderr
+    assert "the device has not 8MiB left" in done.stdout
+
+
+def test_doctor_leaves_leased_devices_alone(home: Home) -> None:
+    held = as_json(home, "lease", "acquire", "--ttl", "10m")
+    refused = sublet(home, "doctor", "--gpu")
+    assert refused.returncode == 75
+    assert "every device is leased" in refused.stderr
+    assert "add --force" in refused.stderr
+    assert "1 live lease(s): it was not touched" in refused.stdout
+    assert sublet(home, "doctor", "--gpu", "--force").returncode == 0
+    sublet(home, "lease", "release", held["id"])
+    wait_until(lambda: as_json(home, "lease", "show", held["id"])["settled_at"])
+    assert sublet(home, "doctor", "--gpu").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--gpu", "--device", "nope"], "no device 'nope'"),
+        (["--force"], "go with --gpu"),
+        (["--device", "x"], "--gpu"),
+    ],
+)
+def test_doctor_refuses_what_makes_no_sense(home: Home, args: list[str], words: str) -> None:
+    done = sublet(home, "doctor", *args)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
 def test_a_backup_put_back_fences_old_holders(home: Home, tmp_path) -> None:
     held = as_json(home, "lease", "acquire", "--ttl", "10m")
     backup = tmp_path / "backup.db"

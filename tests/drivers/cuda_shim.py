@@ -119,17 +119,28 @@ class Shim:
             text=True,
         )
 
-    def run(self, script: str, *, may_fail: bool = False, **settings: object) -> Ran:
+    def run(self, script: str, *, may_fail: bool = False, within_s: float = 60, **settings: object) -> Ran:
         self.log.unlink(missing_ok=True)
         with self.start(script, **settings) as child:
             try:
-                out, error = child.communicate(timeout=30)
+                out, error = child.communicate(timeout=within_s)
             except BaseException:  # the test's own time limit too: leaving the block waits for the child
                 child.kill()
                 raise
         assert may_fail or child.returncode == 0, error
         log = self.log.read_text().splitlines() if self.log.exists() else []
         return Ran([json.loads(line) for line in out.splitlines()], log, error)
+
+
+def assemble(ptx: str, folder: Path) -> None:
+    """By NVIDIA's own assembler, where there is one. It is no part of what the tests install, so CI does not ask for it."""
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("ptxas is missing: it comes with the CUDA toolkit, and in nvidia-cuda-nvcc")
+    (folder / "module.ptx").write_text(ptx)
+    command = [ptxas, "-arch=sm_75", "-o", str(folder / "module.cubin"), str(folder / "module.ptx")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def build(folder: Path) -> Path:

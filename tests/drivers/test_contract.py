@@ -1,8 +1,12 @@
-"""One suite over every driver that can run in this process: the host driver and OpenCL on PoCL."""
+"""One suite over every driver: here the host driver and OpenCL on PoCL.
+
+CUDA runs the same tests in a process of its own, over the pretended driver of `shim/`: see `test_cuda.test_the_contract_suite`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 from collections.abc import Iterator
 
@@ -10,14 +14,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sublet.core.errors import BadInput, CompileFailed, LeaseLost, OutOfMemory, SubletError
+from sublet.core.errors import (
+    BadInput,
+    CompileFailed,
+    DeviceFault,
+    KernelTimeout,
+    LeaseLost,
+    OutOfMemory,
+    SubletError,
+)
 from sublet.core.kernel import f32, f64, i32, u32, u64
+from sublet.drivers import scrub
+from sublet.drivers.cuda import CudaDriver
 from sublet.drivers.host import HostDriver
 from sublet.drivers.opencl import OpenClDriver, _installed
 from sublet.drivers.session import GpuSession
+from sublet.ports.driver import Driver
 from tests.conftest import need
+from tests.drivers.cuda_shim import PTX
 
 QUOTA = 1 << 20
+#: Variable that names the one driver to run for.
+ONLY = "CONTRACT_DRIVER"
+DRIVERS: dict[str, type[Driver]] = {"host": HostDriver, "opencl": OpenClDriver, "cuda": CudaDriver}
+SPECS = {"host": "1x1GiB", "opencl": "auto", "cuda": "all"}
 
 SOURCES = {
     "host": """
@@ -45,10 +65,29 @@ __kernel void mixed(uint a, ulong b, int c, float d, double e, __global uchar* o
 }
 __kernel void count(__global uint* out) { atomic_inc((volatile __global uint*)out); }
 """,
+    "cuda": PTX.read_text(),
 }
-BROKEN = {"host": "def f(:", "opencl": "__kernel void f( { nonsense }"}
+BROKEN = {
+    "host": "def f(:",
+    "opencl": "__kernel void f( { nonsense }",
+    "cuda": ".version 7.0\n.target sm_50\n.address_size 64\n.visible .entry f() {",
+}
+SLOW = {
+    "host": "import time\ndef slow(grid, out):\n    time.sleep(0.2)\n",
+    "opencl": "__kernel void slow(__global uint* out) { for (uint i = 0; i < 400000000u; i++) out[i & 1] += i; }",
+    "cuda": """
+.version 7.0
+.target sm_50
+.address_size 64
+.visible .entry slow(.param .u64 out)
+{
+again:
+    bra again;
+}
+""",
+}
 #: The compiler's own words about it.
-LOGS = {"host": "invalid syntax (<kernel>, line 1)", "opencl": "error: "}
+LOGS = {"host": "invalid syntax (<kernel>, line 1)", "opencl": "error: ", "cuda": "ptxas"}
 
 
 class FakeLease:
@@ -71,16 +110,16 @@ class FakeLease:
 class Rig:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.driver = HostDriver() if name == "host" else OpenClDriver()
+        self.driver = DRIVERS[name]()
         self.lease = FakeLease()
-        self.device = self.driver.probe("1x1GiB" if name == "host" else "auto", "here")[0]
+        self.device = self.driver.probe(SPECS[name], "here")[0]
 
     def open(self, **options: int) -> GpuSession:
         context = self.driver.open(self.device.id, self.device.ordinal, "Ltest")
         return GpuSession(context, self.lease, QUOTA, device_id=self.device.id, **options)
 
 
-@pytest.fixture(scope="module", params=["host", "opencl"])
+@pytest.fixture(scope="module", params=[os.environ[ONLY]] if ONLY in os.environ else ["host", "opencl"])
 def rig(request: pytest.FixtureRequest) -> Rig:
     if request.param == "opencl":
         need(_installed(), "pyopencl with PoCL")
@@ -129,6 +168,10 @@ def test_every_thread_of_the_grid_runs(rig: Rig, gpu: GpuSession) -> None:
     gpu.launch(module, "count", grid=(3, 2), block=(4, 2, 2), args=[out])
     gpu.sync()
     assert struct.unpack("<I", gpu.read(out))[0] == 3 * 2 * 4 * 2 * 2
+    gpu.write(out, bytes(4))
+    gpu.launch(module, "count", grid=(5000,), args=[out])  # more blocks than a block may have threads
+    gpu.sync()
+    assert struct.unpack("<I", gpu.read(out))[0] == 5000
 
 
 def test_memory_is_zeroed(gpu: GpuSession) -> None:
@@ -357,21 +400,99 @@ def test_an_exception_at_every_line_leaks_nothing(rig: Rig, stop: int, lose: boo
 
 
 def test_the_watchdog_gives_a_kernel_up(rig: Rig) -> None:
-    from sublet.core.errors import DeviceFault, KernelTimeout
-
     rig.lease.held = True
     gpu = rig.open(watchdog_us=20_000)
-    slow = {
-        "host": "import time\ndef slow(grid, out):\n    time.sleep(0.2)\n",
-        "opencl": "__kernel void slow(__global uint* out) { for (uint i = 0; i < 400000000u; i++) out[i & 1] += i; }",
-    }[rig.name]
     buffer = gpu.alloc(8)
-    gpu.launch(gpu.load(slow), "slow", args=[buffer])
+    gpu.launch(gpu.load(SLOW[rig.name]), "slow", args=[buffer])
     with pytest.raises(KernelTimeout):
         gpu.sync()
     with pytest.raises(DeviceFault, match="the session is over"):
         gpu.read(buffer)
     assert "longer than" in gpu.close().problems[0]
+
+
+def test_memory_of_anybody_but_us(rig: Rig) -> None:
+    rig.lease.held = True
+    us = frozenset([os.getpid()])
+    before = rig.driver.used_bytes(rig.device.id, rig.device.ordinal)
+    with rig.open() as gpu:
+        gpu.alloc(100_000)
+        used = rig.driver.used_bytes(rig.device.id, rig.device.ordinal)
+        others = rig.driver.used_bytes(rig.device.id, rig.device.ordinal, us)
+    if rig.driver.capabilities(rig.device.ordinal).measures_memory:
+        assert (used - before, others) == (100_000, 0)
+    else:
+        assert (before, used, others) == (None, None, None)
+
+
+def test_scrubbing(rig: Rig) -> None:
+    """Nothing to do where freed memory does not keep what was in it."""
+    before = rig.driver.used_bytes(rig.device.id, rig.device.ordinal)
+    keeps = rig.driver.capabilities(rig.device.ordinal).keeps_contents
+    assert keeps is (rig.name == "cuda")
+    assert rig.driver.scrub(rig.device.id, rig.device.ordinal, 1 << 20) == (1 << 20 if keeps else 0)
+    assert rig.driver.used_bytes(rig.device.id, rig.device.ordinal) == before
+
+
+def test_overwriting_free_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrub, "PIECE_BYTES", 1 << 16)
+    context = rig.driver.open(rig.device.id, rig.device.ordinal, "scrub")
+    before = rig.driver.used_bytes(rig.device.id, rig.device.ordinal)
+    for size in (0, 1, 1 << 16, (1 << 20) + 1):
+        assert scrub.overwrite_free(context, size) == size
+    assert rig.driver.used_bytes(rig.device.id, rig.device.ordinal) == before
+    context.close()
+
+
+class SmallMemory:
+    """A context with so much room; `stuck` is a byte that cannot be changed, counted from where a piece begins."""
+
+    def __init__(self, room: int, stuck: int | None = None) -> None:
+        self.room = room
+        self.stuck = stuck
+        self.pieces: list[int] = []
+        self.freed: list[int] = []
+
+    def alloc(self, size: int) -> int:
+        if size > self.room - sum(self.pieces):
+            raise OutOfMemory("full")
+        self.pieces.append(size)
+        return len(self.pieces) - 1
+
+    def free(self, buffer: int) -> None:
+        self.freed.append(buffer)
+
+    def read(self, buffer: int, offset: int, size: int) -> bytes:
+        dirty = self.stuck is not None and offset <= self.stuck < offset + size
+        return bytes(size - 1) + (b"\1" if dirty else b"\0")
+
+
+def test_scrubbing_takes_what_is_free_and_holds_it_to_the_end() -> None:
+    context = SmallMemory(200 << 20)
+    assert scrub.overwrite_free(context, 1 << 40) == 200 << 20
+    assert context.pieces[:3] == [64 << 20] * 3
+    assert context.freed == list(reversed(range(len(context.pieces))))
+    odd = SmallMemory((200 << 20) + 300)
+    assert scrub.overwrite_free(odd, 1 << 40) == (200 << 20) + 256
+
+
+@pytest.mark.parametrize("stuck", [0, 4095, 32 << 20, (64 << 20) - 1])
+def test_memory_that_does_not_read_as_zero_is_a_fault(stuck: int) -> None:
+    context = SmallMemory(64 << 20, stuck)
+    with pytest.raises(DeviceFault, match="does not read so"):
+        scrub.overwrite_free(context, 64 << 20)
+    assert context.freed == [0]
+
+
+def test_an_opencl_gpu_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PoCL, taken for a GPU: the only difference is what probing says."""
+    need(_installed(), "pyopencl with PoCL")
+    driver = OpenClDriver()
+    device = driver.probe("auto", "here")[0]
+    assert not driver.capabilities(device.ordinal).keeps_contents
+    monkeypatch.setattr(driver, "_seen", [{"ordinal": device.ordinal, "cpu": False}])
+    assert driver.capabilities(device.ordinal).keeps_contents
+    assert driver.scrub(device.id, device.ordinal, 3 << 20) == 3 << 20
 
 
 def test_held_memory_is_seen_from_outside_and_gone_with_its_process() -> None:
@@ -392,6 +513,8 @@ def test_held_memory_is_seen_from_outside_and_gone_with_its_process() -> None:
     )
     child.stdout.readline()
     assert driver.used_bytes("outside-host0", 0) == 1 << 20
+    assert driver.used_bytes("outside-host0", 0, frozenset([child.pid])) == 0
+    assert driver.used_bytes("outside-host0", 0, frozenset([os.getpid()])) == 1 << 20
     child.kill()
     child.wait()
     child.stdin.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+import re
 import shutil
 import signal
 import struct
@@ -10,6 +12,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +22,7 @@ from sublet.core.kernel import Scalar, f32, f64, i32, i64, u32, u64
 from sublet.drivers import cuda
 from sublet.drivers.cuda import CudaDriver, Memory, check_arguments, pack, read_signatures, source_kind
 from tests.conftest import need
+from tests.drivers import test_contract
 from tests.drivers.cuda_shim import (  # noqa: F401
     PTX,
     SHIM,
@@ -133,6 +138,7 @@ def test_signed_numbers_go_where_ptx_says_unsigned() -> None:
     [(["pynvml"], "nvidia-ml-py"), (["cuda.bindings", "cuda.bindings.driver"], "cuda-bindings")],
 )
 def test_without_the_packages(shim: Shim, modules: list[str], package: str) -> None:
+    """Here is a driver, so `all` says what is missing."""
     ran = shim.run(f"""
         for name in {modules!r}:
             sys.modules[name] = None
@@ -152,16 +158,23 @@ def test_without_the_packages(shim: Shim, modules: list[str], package: str) -> N
 
 def test_without_the_driver_libraries(shim: Shim, shim_libraries: Path, tmp_path: Path) -> None:
     script = f"""
-        one = driver.probe("auto", "here"), refused(driver.probe, "all", "here"), refused(driver.probe, "0", "here")
+        def found(spec):
+            try:
+                return driver.probe(spec, "here")
+            except BadInput as e:
+                return e.message
+        one = found("auto"), found("all"), found("0")
         answer([*one, driver.used_bytes("{FIRST}", 0), refused(driver.open, "{FIRST}", 0, "L")])
     """
     auto, every, first, used, _ = shim.run(script, nvml_error=9).answer
+    assert (auto, every, used) == ([], [], None)
+    assert (
+        first
+        == "SUBLET_DEVICES cuda:0 cannot be used: NVML does not start: Driver Not Loaded (install the NVIDIA driver)"
+    )
+    auto, every, *_ = shim.run(script, nvml_error=18).answer
     assert auto == []
-    assert every[:2] == [
-        "BadInput",
-        "SUBLET_DEVICES cuda:all cannot be used: NVML does not start: Driver Not Loaded (install the NVIDIA driver)",
-    ]
-    assert (first[0], used) == ("BadInput", None)
+    assert "NVML does not start" in every, "a driver that is there and does not work is not passed over"
     try:
         ctypes.CDLL("libcuda.so.1")
         pytest.skip("this machine has a real libcuda.so.1")
@@ -169,14 +182,18 @@ def test_without_the_driver_libraries(shim: Shim, shim_libraries: Path, tmp_path
         pass
     shim.libraries = tmp_path / "few"
     shim.libraries.mkdir()
-    auto, every, _, used, opening = shim.run(script).answer
-    assert (auto, every[0], used) == ([], "BadInput", None)
+    auto, every, first, used, opening = shim.run(script).answer
+    assert (auto, every, used) == ([], [], None)
+    assert "NVML does not start" in first
     assert opening[0] == "DeviceFault"
     assert opening[2] == "install or update the NVIDIA driver"
+    hidden = "for name in ('pynvml', 'cuda.bindings', 'cuda.bindings.driver'): sys.modules[name] = None\n"
+    auto, every, *_ = shim.run(hidden + dedent(script)).answer
+    assert (auto, every) == ([], []), "nor are packages missed where there is no driver"
     shutil.copy(shim_libraries / "libnvidia-ml.so.1", shim.libraries)
     auto, every, *_ = shim.run(script).answer
     assert auto == []
-    assert "libcuda.so.1 is missing" in every[1]
+    assert "libcuda.so.1 is missing" in every
 
 
 # inventory
@@ -364,20 +381,64 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_wrong_marshalling_is_noticed(shim: Shim, tmp_path: Path, name: str) -> None:
     """The test above must fail for each way of getting it wrong: it is the only proof short of a GPU."""
-    right, wrong = MUTANTS[name]
-    text = Path(cuda.__file__).read_text()
-    assert text.count(right) == 1, right
-    for folder in ("sublet", "sublet/drivers"):
-        (tmp_path / folder).mkdir()
-        for part in (shim.source / folder).iterdir():
-            if part.name not in ("drivers", "cuda.py", "__pycache__"):
-                (tmp_path / folder / part.name).symlink_to(part)
-    (tmp_path / "sublet/drivers/cuda.py").write_text(text.replace(right, wrong))
-    shim.source = tmp_path
+    mutate(shim, tmp_path, "cuda.py", *MUTANTS[name])
     ran = shim.run(MARSHALLING, may_fail=True)
-    assert not any(word in ran.error for word in ("SyntaxError", "NameError", "ImportError")), ran.error
+    assert_a_mutant_ran(ran)
     with pytest.raises(AssertionError):
         assert_marshalled(ran)
+
+
+def mutate(shim: Shim, folder: Path, file: str, right: str, wrong: str) -> None:
+    """What the shim runs from now on: this sublet, with one thing wrong in one driver file."""
+    text = (shim.source / "sublet/drivers" / file).read_text()
+    assert text.count(right) == 1, right
+    for inner in ("sublet", "sublet/drivers"):
+        (folder / inner).mkdir()
+        for part in (shim.source / inner).iterdir():
+            if part.name not in ("drivers", file, "__pycache__"):
+                (folder / inner / part.name).symlink_to(part)
+    (folder / "sublet/drivers" / file).write_text(text.replace(right, wrong))
+    shim.source = folder
+
+
+def assert_a_mutant_ran(ran: Ran) -> None:
+    """It failed for what is wrong in it, not for how it was written."""
+    assert not any(word in ran.error for word in ("SyntaxError", "NameError", "ImportError")), ran.error
+
+
+def run_contract(shim: Shim) -> subprocess.CompletedProcess[str]:
+    """`test_contract.py` in a process that has the shim for its driver: libraries cannot be unloaded again."""
+    file = Path(test_contract.__file__)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-rA", "-k", "cuda", str(file)],
+        env=shim.env(wedge="slow") | {test_contract.ONLY: "cuda"},
+        cwd=file.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_contract_suite(shim: Shim) -> None:
+    """Every test that asks for a driver runs for this one too."""
+    wanted = [
+        name
+        for name, test in vars(test_contract).items()
+        if name.startswith("test_") and {"rig", "gpu"} & set(inspect.signature(test).parameters)
+    ]
+    done = run_contract(shim)
+    assert done.returncode == 0, done.stdout
+    passed = re.findall(r"^PASSED .*::(\w+)\[cuda", done.stdout, re.MULTILINE)
+    assert sorted(set(passed)) == sorted(wanted)
+    assert "FAULT" not in shim.log.read_text()
+
+
+@pytest.mark.parametrize("name", ["f32 as f64", "grid and block swapped", "memory not zeroed"])
+def test_the_contract_suite_fails_for_a_wrong_driver(shim: Shim, tmp_path: Path, name: str) -> None:
+    mutate(shim, tmp_path, "cuda.py", *MUTANTS[name])
+    done = run_contract(shim)
+    assert "FAILED tests/drivers/test_contract.py::test_" in done.stdout
+    assert "PASSED tests/drivers/test_contract.py::test_the_recipe[cuda]" in done.stdout
 
 
 def test_partial_copies(shim: Shim) -> None:
@@ -670,17 +731,197 @@ def test_a_killed_process_gives_its_memory_back(shim: Shim, leak: bool) -> None:
 
 
 def test_memory_nobody_accounts_for(shim: Shim) -> None:
+    """The device knows what is used on it, and not by whom."""
     ran = shim.run(
         f"""
         s = opened()
         s.alloc(100)
-        answer([driver.used_bytes("{FIRST}", 0), refused(driver.used_bytes, "GPU-none", 0)])
+        answer([driver.used_bytes("{FIRST}", 0), driver.used_bytes("{FIRST}", 0, frozenset([os.getpid()])),
+                driver.used_bytes("{FIRST}", 0, frozenset([1])), refused(driver.used_bytes, "GPU-none", 0)])
         s.close()
         """,
         no_accounting=1,
     )
-    assert ran.answer[0] is None
-    assert ran.answer[1][:2] == ["DeviceFault", "NVML cannot say what GPU-none holds: Not Found"]
+    used, besides_us, besides_another, unknown = ran.answer
+    assert (used, besides_us, besides_another) == (100, None, 100)
+    assert unknown[:2] == ["DeviceFault", "NVML cannot say what GPU-none holds: Not Found"]
+
+
+BESIDES = """
+    s = opened()
+    s.alloc(100)
+    other, us = {other}, os.getpid()
+    sets = [], [us], [other], [us, other], [1]
+    answer([driver.used_bytes(s.device_id, 0, frozenset(pids)) for pids in sets])
+    s.close()
+"""
+
+
+def test_memory_of_anybody_else(shim: Shim) -> None:
+    """Of the living; what the dead left is nobody's, and stays counted."""
+    with shim.start(HOLD.format(which=0, size=4096)) as one:
+        assert one.stdout is not None
+        other = int(one.stdout.readline())
+        assert shim.run(BESIDES.format(other=other)).answer == [4196, 4096, 100, 0, 4196]
+        one.kill()
+        one.wait()
+        assert shim.run(BESIDES.format(other=other), leak=1).answer == [4196, 4096, 4196, 4096, 4196]
+    assert shim.run(BESIDES.format(other=other)).answer == [100, 0, 100, 0, 100]
+
+
+class BusyNvml:
+    """NVML beside a process that holds other amounts at every look; somebody else has 10."""
+
+    NVMLError = ValueError
+    nvmlMemory_v2 = 2
+
+    def __init__(self, *held: int | None) -> None:
+        self.readings = list(held)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+        now = self.readings.pop(0)
+        return [] if now is None else [SimpleNamespace(pid=7, usedGpuMemory=now)]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str, version: int) -> SimpleNamespace:
+        return SimpleNamespace(total=1000, reserved=0, used=10 + (self.readings.pop(0) or 0))
+
+
+@pytest.mark.parametrize(
+    ("held", "least"),
+    [
+        ((100, 100, 100), 10),
+        ((100, 40, 40), 10),  # freed before the device was asked
+        ((100, 100, 40), 70),  # and after
+        ((40, 100, 100), 70),
+        ((40, 40, 100), 10),
+        ((100, None, None), 10),  # it ended
+        ((100, 100, None), 110),
+    ],
+)
+def test_memory_of_others_is_never_hidden_by_a_process_at_work(
+    held: tuple[int | None, ...], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, nvml = CudaDriver(), BusyNvml(*held)
+    monkeypatch.setattr(driver, "_nvml", lambda: nvml)
+    assert driver.used_bytes("GPU-x", 0, frozenset([7])) == least
+
+
+def test_processes_that_are_not_left_out_are_noticed(shim: Shim, tmp_path: Path) -> None:
+    mutate(
+        shim, tmp_path, "cuda.py", "for p in running if p.pid in pids}", "for p in running if p.pid in ()}"
+    )
+    ran = shim.run(BESIDES.format(other=1), may_fail=True)
+    assert_a_mutant_ran(ran)
+    assert ran.answer == [100] * 5
+
+
+# memory that keeps what was in it
+
+HANDOVERS = """
+    from cuda.bindings import driver as raw
+    from sublet.drivers import scrub
+    scrub.PIECE_BYTES = 1 << 16
+    CAPACITY, SIZE = {capacity}, {room}
+    device = gpus()[0].id
+
+    def in_a_process(work, *args):
+        '''What it returned. It is killed where it stands, with all that it holds.'''
+        ours, theirs = os.pipe()
+        if os.fork() == 0:
+            try:
+                os.write(theirs, json.dumps(work(*args)).encode())
+                os.kill(os.getpid(), 9)
+            finally:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+        os.close(theirs)
+        with open(ours) as pipe:
+            said = pipe.read()
+        os.wait()
+        return json.loads(said)
+
+    def do(verb, *args):
+        code, *values = getattr(raw, verb)(*args)
+        assert int(code) == 0, (verb, code)
+        return values[0] if values else None
+
+    def tenant(canary):
+        '''Take memory as the device gives it: how much of it somebody else wrote. Then write over all of it.'''
+        do("cuInit", 0)
+        do("cuCtxCreate", None, 0, 0)
+        at, seen = do("cuMemAlloc", SIZE), bytearray(SIZE)
+        do("cuMemcpyDtoH", seen, at, SIZE)
+        do("cuMemsetD8", at, canary, SIZE)
+        return SIZE - seen.count(0) - seen.count(0xa5)
+
+    found, scrubbed = [], []
+    for turn in range({turns}):
+        found.append(in_a_process(tenant, 1 + turn))
+        if {scrubs}:
+            scrubbed.append(in_a_process(driver.scrub, device, 0, CAPACITY * 2))
+    answer([found, scrubbed, driver.used_bytes(device, 0)])
+"""
+CAPACITY, ROOM = 1030 << 10, 1000 << 10
+
+
+def hand_over(shim: Shim, *, turns: int, scrubs: bool, may_fail: bool = False) -> Ran:
+    script = HANDOVERS.format(turns=turns, scrubs=scrubs, capacity=CAPACITY, room=ROOM)
+    return shim.run(script, memory=CAPACITY, may_fail=may_fail, within_s=150)
+
+
+def test_the_shim_s_memory_keeps_what_a_killed_process_wrote(shim: Shim) -> None:
+    assert hand_over(shim, turns=3, scrubs=False).answer == [[0, ROOM, ROOM], [], 0]
+
+
+def test_a_hundred_handovers_with_scrubbing(shim: Shim) -> None:
+    ran = hand_over(shim, turns=100, scrubs=True)
+    found, scrubbed, used = ran.answer
+    assert found == [0] * 100
+    assert scrubbed == [CAPACITY] * 100, "all that is free, of twice as much"
+    assert used == 0
+    assert ran.wrong == []
+
+
+SCRUB_MUTANTS = {
+    "memory not overwritten": ("cuda.py", 'self._api.do("cuMemsetD8", pointer, 0, size)', "pass"),
+    "freed before the next": (
+        "scrub.py",
+        "held.callback(context.free, buffer)\n            pieces.append((buffer, wanted))",
+        "context.free(buffer)",
+    ),
+    "only one piece": ("scrub.py", "while done < size:", "while done < min(size, PIECE_BYTES):"),
+    "gives up when a whole piece is not free": ("scrub.py", "if piece < LEAST_BYTES:", "if piece:"),
+}
+
+
+@pytest.mark.parametrize("name", SCRUB_MUTANTS)
+def test_wrong_scrubbing_is_noticed(shim: Shim, tmp_path: Path, name: str) -> None:
+    mutate(shim, tmp_path, *SCRUB_MUTANTS[name])
+    ran = hand_over(shim, turns=3, scrubs=True, may_fail=True)
+    assert_a_mutant_ran(ran)
+    assert not ran.answers or ran.answer[:2] != [[0] * 3, [CAPACITY] * 3]
+
+
+def test_scrubbing_beside_others(shim: Shim) -> None:
+    """What is free is overwritten, what others hold is not touched, and a device without room is no fault."""
+    with shim.start(HOLD.format(which=0, size=100 << 10)) as one:
+        assert one.stdout is not None
+        one.stdout.readline()
+        ran = shim.run(f'answer([driver.scrub("{FIRST}", 0, n) for n in (0, 1000, 1 << 30)])', memory=1 << 20)
+        assert ran.answer == [0, 1000, (1 << 20) - (100 << 10)]
+        assert ran.wrong == []
+        assert shim.run(f'answer(driver.scrub("{FIRST}", 0, 1 << 30))', memory=100 << 10).answer == 0
+        one.communicate("\n")
+    assert shim.run("answer(refused(driver.scrub, 'GPU-none', 0, 1))").answer[0] == "DeviceFault"
+
+
+def test_scrubbing_a_device_that_has_no_room_for_a_context(shim: Shim) -> None:
+    assert shim.run(f'answer(driver.scrub("{FIRST}", 0, 1 << 20))', ctx_error=2).answer == 0
+    refused = shim.run(f'answer(refused(driver.scrub, "{FIRST}", 0, 1 << 20))', ctx_error=101).answer
+    assert refused[0] == "DeviceFault", "but another fault is one"
 
 
 def test_nvml_is_started_again_after_a_fork(shim: Shim) -> None:
@@ -866,6 +1107,7 @@ def test_cuda_c_without_a_compiler(shim: Shim) -> None:
 def test_what_it_can() -> None:
     can = CudaDriver().capabilities()
     assert (can.sources, can.measures_memory) == (("ptx", "cubin", "cuda-c"), True)
+    assert can.keeps_contents
 
 
 def test_importing_it_needs_nothing() -> None:

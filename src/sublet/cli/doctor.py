@@ -1,4 +1,4 @@
-"""`sublet doctor`: every setting with its origin, and a check of every part."""
+"""`sublet doctor`: every setting with its origin, and a check of every part; with `--gpu`, every device tried for real."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import click
 
 from sublet.cli.output import json_option, print_json, print_table
 from sublet.core.device import DeviceState
-from sublet.core.errors import Misconfigured, SubletError
+from sublet.core.errors import BadInput, DeviceFault, Misconfigured, NotFound, Refused, SubletError
 from sublet.core.values import format_size
-from sublet.ports.ledger import Ledger
+from sublet.drivers.opening import installed_drivers
+from sublet.drivers.selftest import Row, try_device
+from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.settings import SPECS, Settings, load_settings
 from sublet.wiring import CLOCK, ensure_warden, find_host_devices, open_ledger, warden_state
 
@@ -99,11 +101,67 @@ def _check_devices(settings: Settings, ledger: Ledger) -> Iterator[Check]:
         yield "devices here", "fail", f"{e.message}; {e.remedy}"
 
 
+def _try_devices(settings: Settings, only: str, force: bool) -> Iterator[tuple[FoundDevice, list[Row]]]:
+    """The self-test of each device; one that is leased is left alone unless forced."""
+    known = installed_drivers()
+    found = find_host_devices(settings, known)
+    chosen = [d for d in found if only in ("", d.id)]
+    if not chosen:
+        raise NotFound(
+            f"this host has no device {only[:60]!r}", remedy=f"it has {', '.join(d.id for d in found)}"
+        )
+    leases = {d.id: d.leases for d in open_ledger(settings).devices(settings["host"])}
+    for device in chosen:
+        if leases.get(device.id) and not force:
+            yield device, [Row("-", "skip", f"{leases[device.id]} live lease(s): it was not touched")]
+        else:
+            yield device, list(try_device(known[device.driver], device))
+
+
+def _doctor_gpu(settings: Settings, only: str, force: bool, as_json: bool) -> None:
+    results = list(_try_devices(settings, only, force))
+    if as_json:
+        print_json(
+            {
+                "devices": [
+                    {
+                        "id": d.id,
+                        "driver": d.driver,
+                        "name": d.name,
+                        "checks": [{"check": r.check, "status": r.status, "seen": r.seen} for r in rows],
+                    }
+                    for d, rows in results
+                ]
+            }
+        )
+    else:
+        table = [(d.id, r.check, r.status, r.seen) for d, rows in results for r in rows]
+        print_table(["DEVICE", "CHECK", "STATUS", "SEEN"], table, empty="")
+    failed = [f"{r.check} on {d.id}" for d, rows in results for r in rows if r.status == "fail"]
+    if failed:
+        raise DeviceFault(
+            f"{len(failed)} check(s) failed: {', '.join(failed)}",
+            remedy="see the lines marked fail; do not lease such a device: 'sublet quarantine set' withholds it",
+        )
+    if all(r.status == "skip" for _, rows in results for r in rows):
+        raise Refused(
+            "nothing was tried: every device is leased", remedy="wait for the leases to end, or add --force"
+        )
+
+
 @click.command(epilog="Example:  sublet doctor --json")
+@click.option("--gpu", is_flag=True, help="Instead, try every device of this host for real. Leases nothing.")
+@click.option("--device", default="", metavar="ID", help="With --gpu: only this device.")
+@click.option("--force", is_flag=True, help="With --gpu: also devices with live leases, which it disturbs.")
 @json_option
-def doctor(as_json: bool) -> None:
+def doctor(gpu: bool, device: str, force: bool, as_json: bool) -> None:
     """Every setting with its origin, and a check of every part."""
     settings = load_settings()
+    if gpu:
+        _doctor_gpu(settings, device, force, as_json)
+        return
+    if device or force:
+        raise BadInput("--device and --force go with --gpu", remedy="add --gpu")
     values = [
         (s.variable, _shown(settings, s.name, s.secret), settings.origin(s.name), s.help) for s in SPECS
     ]

@@ -550,14 +550,19 @@ class CudaDriver:
             return None
         try:
             handle = nvml.nvmlDeviceGetHandleByUUID(device_id)
-            running = nvml.nvmlDeviceGetComputeRunningProcesses(handle) if besides else ()
-            theirs = [p.usedGpuMemory for p in running if p.pid in besides]
+            first = _held(nvml, handle, besides)
             _, used = _memory(nvml, handle)
+            second = _held(nvml, handle, besides)
         except nvml.NVMLError as e:
             if e.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_NO_PERMISSION):
                 return None
             raise DeviceFault(f"NVML cannot say what {device_id} holds: {e}") from e
-        return None if None in theirs else max(0, used - sum(theirs))
+        if None in first.values() or None in second.values():
+            return None
+        # They go on working while we look. The less of two readings is subtracted, for what is subtracted too much would hide
+        # what somebody else left behind; what is subtracted too little is gone at the next look.
+        theirs = sum(int(min(first[pid], second[pid])) for pid in first.keys() & second.keys())
+        return max(0, used - theirs)
 
     def scrub(self, device_id: str, ordinal: int, size: int) -> int:
         try:
@@ -629,6 +634,12 @@ def _named(nvml: Any, spec: str, count: int) -> list[int]:
             raise BadInput(f"SUBLET_DEVICES cuda:{spec[:40]} names device {ordinal} twice")
         chosen.append(ordinal)
     return chosen
+
+
+def _held(nvml: Any, handle: Any, pids: frozenset[int]) -> dict[int, Any]:
+    """What NVML says these processes hold; None for one it keeps no account of."""
+    running = nvml.nvmlDeviceGetComputeRunningProcesses(handle) if pids else ()
+    return {p.pid: p.usedGpuMemory for p in running if p.pid in pids}
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int, int]:

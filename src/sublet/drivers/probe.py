@@ -23,5 +23,8 @@ def find_devices(spec: str, host: str, probes: Mapping[str, Probe]) -> list[Foun
             raise BadInput(f"SUBLET_DEVICES names the driver {driver[:40]!r}; known: {known}")
         found += probes[driver](rest, host)
     if not found:
-        raise BadInput("SUBLET_DEVICES declares no device: write auto, or for example host:2x16GiB")
+        raise BadInput(
+            f"this host has no device that SUBLET_DEVICES {spec[:60]!r} names",
+            remedy="write auto, or for example host:2x16GiB",
+        )
     return found

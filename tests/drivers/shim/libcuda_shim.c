@@ -3,7 +3,7 @@
  * It is not an emulator. A module's PTX is read for its `.entry` signatures only; kernels with well-known names and signatures are
  * run by C functions below, all others are recorded and do nothing. A line "FAULT …" in SHIM_LOG is a call a correct program does
  * not make (wrong order, dead handle, bad argument); "launch …" is what the device read; "leak …" is what a context was destroyed
- * with. Device addresses are not host addresses: using one as the other is noticed.
+ * with. Device addresses are not host addresses: using one as the other is noticed. Memory is given out as the last owner left it.
  *
  * A "cubin" is the ELF magic followed by PTX text. One call at a time: several threads may take turns, not race.
  *
@@ -12,11 +12,13 @@
  * SHIM_WEDGE     name of a kernel that never ends                        SHIM_CRASH      name of a kernel that hits a bad address
  * SHIM_KERNEL_US device time of a kernel, default 50                     SHIM_INIT_ERROR number cuInit answers
  * SHIM_PTX_MAX   newest PTX version taken, as 100 * major + minor        SHIM_OLD        no functions of CUDA 12.4 and later
+ * SHIM_CTX_ERROR number cuCtxCreate answers
  */
 #define _GNU_SOURCE
 #include "shim_state.h"
 
 #include <ctype.h>
+#include <sys/mman.h>
 #include <time.h>
 
 enum {
@@ -30,6 +32,7 @@ enum {
 #define MAX_ALLOCS 4096
 #define MAX_HANDLES 8192
 #define MAX_DEPTH 16
+#define GRAIN 256 /* what memory is given out in */
 #define MAGIC 0x5ca1ab1e
 
 typedef unsigned long long DevicePtr;
@@ -51,7 +54,7 @@ typedef struct Handle {
     Entry *entry;
 } Handle;
 
-typedef struct { DevicePtr at; size_t size; unsigned char *host; Handle *context; int alive; } Alloc;
+typedef struct { DevicePtr at; size_t size; uint64_t offset; unsigned char *host; Handle *context; int alive; } Alloc;
 
 static int initialised;
 static Handle *handles[MAX_HANDLES];
@@ -226,6 +229,8 @@ static int s_cuDeviceGetAttribute(int *out, int attribute, int device) {
 
 static int s_cuCtxCreate(Handle **out, void *params, unsigned flags, int device) {
     INITIALISED("cuCtxCreate");
+    int code = (int)setting("SHIM_CTX_ERROR", 0);
+    if (code) return code;
     if (params || flags > 0xff || gpu_of(device) < 0 || depth == MAX_DEPTH) {
         report("FAULT cuCtxCreate: params %p, flags %u, device %d", params, flags, device);
         return INVALID_VALUE;
@@ -280,7 +285,6 @@ static int s_cuCtxDestroy(void *handle) {
         if (allocs[i].alive && allocs[i].context == ctx) {
             buffers++;
             allocs[i].alive = 0;
-            free(allocs[i].host);
         }
     for (int i = 0; i < handle_count; i++)
         if (handles[i]->alive && handles[i]->owner == ctx) {
@@ -311,6 +315,9 @@ static void write_held(int gpu, uint64_t bytes) {
     FILE *file = fopen(path, "we");
     if (!file) abort();
     fprintf(file, "%llu\n", (unsigned long long)bytes);
+    for (int i = 0; i < alloc_count; i++)
+        if (allocs[i].alive && allocs[i].context->gpu == gpu)
+            fprintf(file, "%llu %llu\n", (unsigned long long)allocs[i].offset, (unsigned long long)allocs[i].size);
     fclose(file);
 }
 
@@ -320,20 +327,63 @@ static void save_held(int gpu) {
     close(lock);
 }
 
+typedef struct { uint64_t from, to; } Extent;
+
+static int by_offset(const void *a, const void *b) {
+    uint64_t x = ((const Extent *)a)->from, y = ((const Extent *)b)->from;
+    return (x > y) - (x < y);
+}
+
+/* The lowest free bytes of a GPU that are enough, whoever had them before; -1 when there are none. The caller has the lock. */
+static int64_t find_gap(int gpu, uint64_t size) {
+    static Extent taken[MAX_ALLOCS];
+    int count = 0;
+    Held held;
+    DIR *dir = opendir(getenv("SHIM_STATE"));
+    for (FILE *file; (file = next_holder(dir, gpu, &held)); fclose(file)) {
+        unsigned long long offset, bytes;
+        while (fscanf(file, "%llu %llu", &offset, &bytes) == 2) {
+            if (count == MAX_ALLOCS) abort();
+            taken[count++] = (Extent){offset, (offset + bytes + GRAIN - 1) / GRAIN * GRAIN};
+        }
+    }
+    qsort(taken, (size_t)count, sizeof *taken, by_offset);
+    uint64_t at = 0;
+    for (int i = 0; i < count && taken[i].from < at + size; i++)
+        if (taken[i].to > at) at = taken[i].to;
+    return at + size > gpu_bytes() || at + size < at ? -1 : (int64_t)at;
+}
+
+/* A GPU's memory, in this process. Its file is as long as what was ever given out; older use than that is told by 0xa5. */
+static unsigned char *memory_of(int gpu, uint64_t needed) {
+    static int file[MAX_GPUS];
+    static unsigned char *at[MAX_GPUS];
+    if (!at[gpu]) {
+        char path[4096];
+        snprintf(path, sizeof path, "%s/memory-%d", getenv("SHIM_STATE"), gpu);
+        file[gpu] = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        at[gpu] = mmap(NULL, gpu_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file[gpu], 0);
+        if (file[gpu] < 0 || at[gpu] == MAP_FAILED) abort();
+    }
+    uint64_t size = (uint64_t)lseek(file[gpu], 0, SEEK_END);
+    if (needed > size) {
+        if (ftruncate(file[gpu], (off_t)needed)) abort();
+        memset(at[gpu] + size, 0xa5, needed - size);
+    }
+    return at[gpu];
+}
+
 static int s_cuMemAlloc(DevicePtr *out, size_t size) {
     CURRENT("cuMemAlloc");
     if (!size) return INVALID_VALUE;
-    Held held[MAX_HELD];
-    uint64_t used = 0;
     int lock = lock_state();
-    for (int i = 0, n = who_holds(ctx->gpu, held); i < n; i++) used += held[i].bytes;
-    if (used + size > gpu_bytes() || alloc_count == MAX_ALLOCS) {
+    int64_t offset = find_gap(ctx->gpu, size);
+    if (offset < 0 || alloc_count == MAX_ALLOCS) {
         close(lock);
         return NO_MEMORY;
     }
-    unsigned char *host = malloc(size);
-    memset(host, 0xa5, size); /* what the last tenant left */
-    allocs[alloc_count++] = (Alloc){next_address, size, host, ctx, 1};
+    unsigned char *host = memory_of(ctx->gpu, (uint64_t)offset + size) + offset;
+    allocs[alloc_count++] = (Alloc){next_address, size, (uint64_t)offset, host, ctx, 1};
     *out = next_address;
     next_address += (size + 0x1ffff) & ~0xffffull; /* nothing adjoins anything */
     write_held(ctx->gpu, own_bytes(ctx->gpu));
@@ -351,7 +401,6 @@ static int s_cuMemFree(DevicePtr at) {
                 return INVALID_VALUE;
             }
             allocs[i].alive = 0;
-            free(allocs[i].host);
             save_held(ctx->gpu);
             return SUCCESS;
         }
@@ -639,6 +688,34 @@ static int run_count(Handle *ctx, Value *v) {
     return SUCCESS;
 }
 
+/* Those of sublet's own self-test (drivers/selftest.py): each value in eight bytes of its own. */
+static int run_kinds(Handle *ctx, Value *v) {
+    unsigned char *out = room(ctx, v[5].u64, 40, "kinds");
+    if (!out) return ILLEGAL_ADDRESS;
+    memset(out, 0, 40);
+    memcpy(out, v[0].raw, 4);
+    memcpy(out + 8, v[1].raw, 8);
+    memcpy(out + 16, v[2].raw, 4);
+    memcpy(out + 24, v[3].raw, 8);
+    memcpy(out + 32, v[4].raw, 4);
+    return SUCCESS;
+}
+
+static int run_real64(Handle *ctx, Value *v) {
+    unsigned char *out = room(ctx, v[1].u64, 8, "real64");
+    if (!out) return ILLEGAL_ADDRESS;
+    memcpy(out, v[0].raw, 8);
+    return SUCCESS;
+}
+
+static int run_spin(Handle *ctx, Value *v) {
+    unsigned char *out = room(ctx, v[1].u64, 8, "spin");
+    if (!out) return ILLEGAL_ADDRESS;
+    out[0] |= 1;
+    ctx->busy_until_us += (int64_t)(v[0].u64 / 1000); /* a turn is a nanosecond */
+    return SUCCESS;
+}
+
 /* `layout`: width and class of each parameter, p for a buffer. */
 static const struct { const char *name, *layout; int (*run)(Handle *, Value *); } known[] = {
     {"train_step", "8u4u8p", run_train_step},
@@ -647,6 +724,9 @@ static const struct { const char *name, *layout; int (*run)(Handle *, Value *); 
     {"ramp", "4u8u4u8p", run_ramp},
     {"mixed", "4u8u4u4f8f8p", run_mixed},
     {"count", "8p", run_count},
+    {"kinds", "4u8u4u8u4f8p", run_kinds},
+    {"real64", "8f8p", run_real64},
+    {"spin", "8u8p", run_spin},
 };
 
 static int s_cuLaunchKernel(void *handle, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,

@@ -142,7 +142,9 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, Proce
     ALIVE();
     Held held[MAX_HELD];
     int lock = lock_state();
-    unsigned n = (unsigned)who_holds(index_of(handle), held), room = *count;
+    unsigned n = 0, room = *count;
+    for (int i = 0, all = who_holds(index_of(handle), held); i < all; i++)
+        if (held[i].alive) held[n++] = held[i]; /* what the dead left is in the device's own figure only */
     close(lock);
     *count = n;
     if (n > room || (n && !out)) return INSUFFICIENT_SIZE;

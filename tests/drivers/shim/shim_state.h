@@ -1,7 +1,9 @@
-/* What the two shims share: the pretended GPUs, and a folder that says which process holds how much on which of them.
+/* What the two shims share: the pretended GPUs, and a folder that says which process holds what on which of them.
  *
- * A process's memory on a device is the file `<device>-<pid>-<start time>` in SHIM_STATE, holding a decimal number of bytes.
- * As with a real driver it is gone when the process is, zombie or not: such files are removed by whoever looks next.
+ * What a process holds on a device is the file `<device>-<pid>-<start time>` in SHIM_STATE: how many bytes, then a line `offset size`
+ * for each buffer. As with a real driver it is gone when the process is, zombie or not: such files are removed by whoever looks next.
+ * The memory itself is the file `memory-<device>`, mapped by all. Nothing ever clears it: what one process wrote is there for the
+ * next one that is given those bytes.
  *
  * SHIM_STATE    folder (needed)                        SHIM_DEVICES  number of GPUs, default 2
  * SHIM_MEMORY   bytes per GPU, default 1 GiB           SHIM_LEAK     memory of dead processes stays held
@@ -25,6 +27,7 @@
 
 typedef struct {
     int pid;
+    int alive;
     uint64_t bytes;
 } Held;
 
@@ -88,29 +91,39 @@ static inline int lock_state(void) {
     return fd;
 }
 
-/* Who holds what on a GPU. The caller has the lock. */
-static inline int who_holds(int gpu, Held *out) {
+/* The next process that holds memory on a GPU: its file, read up to the sum, or NULL after the last. The caller has the lock. */
+static inline FILE *next_holder(DIR *dir, int gpu, Held *out) {
     const char *folder = getenv("SHIM_STATE");
-    DIR *dir = opendir(folder);
     struct dirent *entry;
-    int count = 0;
-    while (dir && (entry = readdir(dir)) && count < MAX_HELD) {
+    while (dir && (entry = readdir(dir))) {
         int on, pid;
-        unsigned long long started;
+        unsigned long long started, bytes = 0;
         char path[4096];
-        unsigned long long bytes = 0;
         if (sscanf(entry->d_name, "%d-%d-%llu", &on, &pid, &started) != 3 || on != gpu) continue;
         snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
-        if (start_time(pid) != started && !getenv("SHIM_LEAK")) {
+        int alive = start_time(pid) == started;
+        if (!alive && !getenv("SHIM_LEAK")) {
             unlink(path);
             continue;
         }
         FILE *file = fopen(path, "re");
         if (!file) continue;
-        if (fscanf(file, "%llu", &bytes) == 1 && bytes) out[count++] = (Held){pid, bytes};
+        if (fscanf(file, "%llu", &bytes) == 1 && bytes) {
+            *out = (Held){pid, alive, bytes};
+            return file;
+        }
         fclose(file);
     }
     if (dir) closedir(dir);
+    return NULL;
+}
+
+/* Who holds how much on a GPU. The caller has the lock. */
+static inline int who_holds(int gpu, Held *out) {
+    DIR *dir = opendir(getenv("SHIM_STATE"));
+    int count = 0;
+    for (FILE *file; (file = next_holder(dir, gpu, &out[count])); fclose(file))
+        if (++count == MAX_HELD) abort();
     return count;
 }
 
