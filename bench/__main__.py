@@ -11,12 +11,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import handover, launches, leases, scaling
+from bench import handover, launches, leases, scaling, workers
 from bench.measure import progress, show
 from sublet.ledger.sqlite import file_system_of, library_version
 
 MOST_WAITING_PERCENT = 3.0
-SUITES = {"leases": leases.run, "scaling": scaling.run, "handover": handover.run, "launches": launches.run}
+SUITES = {
+    "leases": leases.run,
+    "scaling": scaling.run,
+    "handover": handover.run,
+    "launches": launches.run,
+    "workers": workers.run,
+}
 
 
 def _waited_s() -> float:

@@ -120,7 +120,9 @@ def workers(settings: Settings) -> Workers:
     from sublet.hosting.local import LocalWorkers
 
     preload = settings["preload"]
-    return LocalWorkers(settings.home, settings["host"], "" if preload == "none" else _installed(preload))
+    # A module with `on_gpu` in it imports this one, so every worker has it already.
+    modules = "sublet.wiring" if preload == "none" else f"sublet.wiring,{_installed(preload)}"
+    return LocalWorkers(settings.home, settings["host"], modules)
 
 
 def _installed(modules: str) -> str:
@@ -459,8 +461,7 @@ def on_gpu(
     """
     if function is not None and not callable(function):
         raise BadInput("write @sublet.on_gpu or @sublet.on_gpu(vram=..., ttl=...) above a function")
-    if not callable(ttl):
-        parse_duration(ttl, what="ttl")
+    fixed_us = None if callable(ttl) else parse_duration(ttl, what="ttl")
     unknown = set(options) - {
         *(
             "count",
@@ -488,7 +489,7 @@ def on_gpu(
             return _warm.setdefault(key, Warm(acquire))
 
     def ttl_us(*args: Any, **kwargs: Any) -> int:
-        return parse_duration(ttl(*args, **kwargs) if callable(ttl) else ttl, what="ttl")
+        return fixed_us if fixed_us is not None else parse_duration(ttl(*args, **kwargs), what="ttl")  # type: ignore[operator]
 
     def decorate(decorated: Callable[..., Any]) -> OnGpu[..., Any]:
         return OnGpu(decorated, warm, ttl_us, batch=batch, plainly=_disabled)

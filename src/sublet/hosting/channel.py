@@ -10,8 +10,10 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 
 from sublet.hosting.blocks import Borrower, Lender
@@ -21,9 +23,23 @@ INLINE_BYTES = 32 << 10
 INLINE_PARTS = 1000
 PACKET_BYTES = 128 << 10
 _ONE_FD = socket.CMSG_SPACE(4)
+# Plain numbers: an enum's `|` costs as much as the system call.
+_QUIETLY = int(socket.MSG_NOSIGNAL)
+_CUT_SHORT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 #: kind, inline parts, unused blocks, dropped blocks, block (0: inline), the block's size if it is new
 _HEADER = struct.Struct("<BxHHHIQ")
 _NUMBER = struct.Struct("<I")
+
+
+#: An answer to a small call comes sooner than a sleeping core wakes up.
+_SPIN_NS = 60_000
+
+
+def look_briefly(poller: select.poll) -> None:
+    """Until something is there to be read, or until it is not worth staying awake for."""
+    give_up = time.monotonic_ns() + _SPIN_NS
+    while not poller.poll(0) and time.monotonic_ns() < give_up:
+        os.sched_yield()  # the other side may be waiting for this very core
 
 
 class ChannelClosed(Exception):
@@ -41,6 +57,10 @@ class Channel:
 
     def send(self, kind: int, parts: Sequence[memoryview]) -> None:
         unused, self._borrowed.unused = self._borrowed.unused, []
+        if len(parts) == 1 and parts[0].nbytes <= INLINE_BYTES and not unused and not self._lent.dropped:
+            # Most messages: nothing but a small pickle.
+            self._put([_HEADER.pack(kind, 1, 0, 0, 0, 0), _NUMBER.pack(parts[0].nbytes), parts[0]])
+            return
         number = size = 0
         ancillary: list[tuple[int, int, bytes]] = []
         if sum(part.nbytes for part in parts) > INLINE_BYTES or len(parts) > INLINE_PARTS:
@@ -56,8 +76,13 @@ class Channel:
         ]
         pieces += [_NUMBER.pack(n) for n in (*unused, *dropped, *(part.nbytes for part in parts))]
         pieces += parts
+        self._put(pieces, ancillary)
+
+    def _put(
+        self, pieces: Sequence[bytes | memoryview], ancillary: Sequence[tuple[int, int, bytes]] = ()
+    ) -> None:
         try:
-            self.socket.sendmsg(pieces, ancillary, socket.MSG_NOSIGNAL)
+            self.socket.sendmsg(pieces, ancillary, _QUIETLY)
         except (BrokenPipeError, ConnectionResetError) as e:
             raise ChannelClosed from e
 
@@ -67,10 +92,12 @@ class Channel:
             packet, ancillary, flags, _ = self.socket.recvmsg(PACKET_BYTES, _ONE_FD)
         except ConnectionResetError as e:
             raise ChannelClosed from e
-        if len(packet) < _HEADER.size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if len(packet) < _HEADER.size or flags & _CUT_SHORT:
             raise ChannelClosed
         kind, inline, unused, dropped, number, size = _HEADER.unpack_from(packet)
         at = _HEADER.size
+        if inline == 1 and not unused and not dropped:
+            return kind, [memoryview(packet)[at + _NUMBER.size :]]  # a pickle alone: never written to
         numbers = struct.unpack_from(f"<{unused + dropped + inline}I", packet, at)
         at += _NUMBER.size * len(numbers)
         if unused:
@@ -105,7 +132,7 @@ def send_with_fds(sock: socket.socket, message: bytes, fds: list[int]) -> None:
     sock.sendmsg(
         [message],
         [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else [],
-        socket.MSG_NOSIGNAL,
+        _QUIETLY,
     )
 
 
@@ -122,7 +149,7 @@ def receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
     found = list(fds)
     for fd in found:
         os.set_inheritable(fd, False)
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    if flags & _CUT_SHORT:
         for fd in found:
             os.close(fd)
         return b"", []

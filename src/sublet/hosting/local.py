@@ -30,9 +30,9 @@ from sublet import inside
 from sublet.core.errors import BadInput, CallFailed, Misconfigured, SubletError, WorkerLost
 from sublet.core.lease import Holder
 from sublet.hosting import worker
-from sublet.hosting.channel import Channel, ChannelClosed, pair, receive_with_fds, send_with_fds
+from sublet.hosting.channel import Channel, ChannelClosed, look_briefly, pair, receive_with_fds, send_with_fds
 from sublet.hosting.detached import last_line, spawn_detached
-from sublet.hosting.pickling import pack, unpack, unpack_whole
+from sublet.hosting.pickling import unpack, unpack_whole
 from sublet.hosting.processes import ended
 from sublet.hosting.shipping import Shipped
 from sublet.hosting.zygote import reachable
@@ -270,13 +270,13 @@ class LocalWorker:
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kind, value = self._trip(function, (tuple(args), dict(kwargs)), several=False)
-        if kind == worker.RAISED:
+        if kind != worker.RESULT:
             raise _revived(value)
         return value
 
     def call_many(self, function: Callable[..., Any], calls: Sequence[Call]) -> list[tuple[bool, Any]]:
         kind, value = self._trip(function, [(tuple(a), dict(k)) for a, k in calls], several=True)
-        if kind == worker.RAISED:
+        if kind != worker.RESULT:
             raise _revived(value)
         return [(fine, result if fine else _revived(result)) for fine, result in value]
 
@@ -284,17 +284,20 @@ class LocalWorker:
         if self._pid != os.getpid():
             raise WorkerLost("this worker belongs to the parent process")
         with self._lock:
-            if self.ending or self._channel.fileno() < 0:
+            if self._ending or self._channel.fileno() < 0:
                 raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
             self._send(function, values, several)
-            return self._await()
+            look_briefly(self._poller)
+            kind, value = self._await()
+            if kind == worker.NOT_UNDERSTOOD:
+                self._shipped = Shipped()  # what of it arrived is unknown: send everything again
+            return kind, value
 
     def _send(self, function: Callable[..., Any], values: Any, several: bool) -> None:
         try:
-            number, news, packed = self._shipped.parcel(function, values)
-            self._channel.send(worker.CALL, [*pack((number, news, several)), *packed])
+            self._channel.send(worker.CALL, self._shipped.parcel(function, values, several))
         except ChannelClosed:
-            raise self._lost() from None
+            raise self._lost(begun=False) from None
         except SubletError:
             raise
         except (
@@ -314,8 +317,7 @@ class LocalWorker:
         interrupted = False
         while True:
             try:
-                ready = self._poller.poll()
-                fds = {fd for fd, _ in ready}
+                fds = [fd for fd, _ in self._poller.poll()]
                 if self._out.fd in fds:
                     self._out.relay()
                 if self._err.fd in fds:
@@ -340,13 +342,13 @@ class LocalWorker:
                 interrupted = True
                 self._order({"interrupt": True})
 
-    def _lost(self) -> WorkerLost:
+    def _lost(self, *, begun: bool = True) -> WorkerLost:
         ended(self._supervisor_fd, END_WAIT_US)
         for pipe in (self._out, self._err):
             with contextlib.suppress(OSError):
                 pipe.relay()
         self._ending = self._ending or self._why()
-        return WorkerLost(f"the worker ended: {self._ending}")
+        return WorkerLost(f"the worker ended: {self._ending}", begun=begun)
 
     def _why(self) -> str:
         """What the supervisor said last, in words."""

@@ -24,17 +24,24 @@ import cloudpickle  # type: ignore[import-untyped]
 Pickled = list[memoryview]
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_ATOMS = frozenset(ATOMS)
 
 
 def pack(value: Any, met: list[FunctionType] | None = None) -> Pickled:
     """`met` collects the functions of `__main__` that were packed by value."""
+    if is_plain(value):
+        return pack_plain(value)
     buffers: list[pickle.PickleBuffer] = []
-    if _plain(value, 4):
-        data = pickle.dumps(value, 5, buffer_callback=buffers.append)
-        return [memoryview(data), *(b.raw() for b in buffers)] if buffers else [memoryview(data)]
     file = io.BytesIO()
     _Pickler(file, buffers, met).dump(value)
     return [file.getbuffer(), *(b.raw() for b in buffers)]
+
+
+def pack_plain(value: Any) -> Pickled:
+    """What `is_plain` says yes to: pickle's own pickler is many times faster."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    return [memoryview(data), *(b.raw() for b in buffers)] if buffers else [memoryview(data)]
 
 
 def pack_whole(value: Any, met: list[FunctionType] | None = None) -> bytes:
@@ -52,16 +59,25 @@ def unpack_whole(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def _plain(value: Any, depth: int) -> bool:
-    """Nothing in it that pickle's own, much faster pickler would do otherwise."""
+def is_plain(value: Any, depth: int = 4) -> bool:
+    """Nothing in it that needs our own pickler: numbers, texts, arrays, and small containers of them."""
     kind = type(value)
-    if kind in ATOMS:
+    if kind in _ATOMS:
         return True
-    if depth and (kind is tuple or kind is list):
-        return len(value) <= 64 and all(_plain(v, depth - 1) for v in value)
-    if depth and kind is dict:
-        return len(value) <= 64 and all(type(k) is str and _plain(v, depth - 1) for k, v in value.items())
-    return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and not value.dtype.hasobject
+    if kind is tuple or kind is list:
+        members = value
+    elif kind is dict:
+        members = value.values()
+        if any(type(key) is not str for key in value):
+            return False
+    else:
+        return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and not value.dtype.hasobject
+    if depth == 0 or len(value) > 64:
+        return False
+    for member in members:  # noqa: SIM110 (a generator costs more than the checks, and every call comes by here)
+        if not is_plain(member, depth - 1):
+            return False
+    return True
 
 
 def main_globals() -> dict[str, Any]:

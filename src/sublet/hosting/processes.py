@@ -28,6 +28,7 @@ from sublet.ports.processes import Receipt
 #: A killed process with gigabytes resident needs a moment to give them back; one stuck in the kernel never does.
 KILL_WAIT_US = 5_000_000
 CONTAINMENT = "descendants"
+_PF_EXITING = 0x4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Stat:
     state: str
     parent: int
     started: int
+    exiting: bool  # on its way out by itself; gigabytes take a while to give back
 
 
 def read_stat(pid: int) -> Stat | None:
@@ -45,7 +47,7 @@ def read_stat(pid: int) -> Stat | None:
         return None
     # The command name may hold spaces and parentheses; what follows the last one is plain.
     fields = text[text.rindex(")") + 2 :].split()
-    return Stat(pid, fields[0], int(fields[1]), int(fields[19]))
+    return Stat(pid, fields[0], int(fields[1]), int(fields[19]), bool(int(fields[6]) & _PF_EXITING))
 
 
 def all_stats() -> dict[int, Stat]:

@@ -16,9 +16,11 @@ from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from sublet.hosting.pickling import ATOMS, Pickled, main_globals, pack, pack_whole
+from sublet.hosting.pickling import ATOMS, Pickled, is_plain, main_globals, pack, pack_plain, pack_whole
 
 _MISSING = object()
+#: The traits of what the worker imports for itself: nothing of it can change from here.
+_BY_NAME = ("by name",)
 #: Functions by number and globals by name, pickled.
 News = list[tuple[int | str, bytes]]
 
@@ -41,17 +43,23 @@ class Shipped:
         self._functions: dict[int, tuple[Callable[..., Any], tuple[Any, ...], bytes, int]] = {}
         self._numbers = 0
 
-    def parcel(self, function: Callable[..., Any], values: Any) -> tuple[int, News, Pickled]:
-        """Which function to call, what must be defined first, and the packed values."""
+    def parcel(self, function: Callable[..., Any], values: Any, several: bool) -> Pickled:
+        """One call: which function, what must be defined first, whether the values are several calls', and the values."""
         met: list[FunctionType] = []
-        packed = pack(values, met)
         news: News = []
+        if is_plain(values):
+            number = self._function(function, met, news)
+            self._globals_of(met, news)
+            return pack_plain((number, news, several, values))
+        packed = pack(values, met)
         number = self._function(function, met, news)
         self._globals_of(met, news)
-        return number, news, packed
+        return [*pack_plain((number, news, several)), *packed]
 
     def _function(self, function: Callable[..., Any], met: list[FunctionType], news: News) -> int:
         known = self._functions.get(id(function))
+        if known is not None and known[0] is function and known[1] == _BY_NAME:
+            return known[3]
         traits = _traits(function)
         if known is not None and known[0] is function and traits is not None and known[1] == traits:
             if isinstance(function, FunctionType):
@@ -62,7 +70,8 @@ class Shipped:
             return known[3]
         self._numbers += 1
         # The function is kept, so that no other can come to have its id.
-        self._functions[id(function)] = (function, traits or (), blob, self._numbers)
+        traits = _BY_NAME if getattr(function, "travels_by_name", False) else traits or ()
+        self._functions[id(function)] = (function, traits, blob, self._numbers)
         news.append((self._numbers, blob))
         return self._numbers
 
@@ -108,8 +117,6 @@ def _same(last: Any, value: Any) -> bool:
 
 def _traits(function: Any) -> tuple[Any, ...] | None:
     """What would change if the function did; None when only its pickle can tell."""
-    if getattr(function, "travels_by_name", False):
-        return (function,)
     if not isinstance(function, FunctionType) or function.__closure__ or function.__dict__:
         return None
     if not all(isinstance(v, ATOMS) for v in function.__defaults__ or ()) or function.__kwdefaults__:

@@ -226,7 +226,8 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(inmate.fd, signal.SIGTERM)
             if not ended(inmate.fd, TERM_WAIT_US):
-                ladder = "kill"
+                leaving = read_stat(inmate.pid)
+                ladder = "term" if leaving is not None and leaving.exiting else "kill"
         # Also when the worker left by itself: what it started goes with it.
         if inmate.group is not None:
             inmate.group.kill()

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,10 +26,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from sublet import inside
-from sublet.hosting.channel import Channel, ChannelClosed
+from sublet.hosting.channel import Channel, ChannelClosed, look_briefly
 from sublet.hosting.pickling import main_globals, pack, pack_whole, unpack, unpack_whole
 
-CALL, RESULT, RAISED = 1, 2, 3
+CALL, RESULT, RAISED, NOT_UNDERSTOOD = 1, 2, 3, 4
 _libc = ctypes.CDLL(None)
 
 
@@ -118,35 +119,48 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _loop(channel: Channel) -> None:
     functions: dict[int, Callable[..., Any]] = {}
+    poller = select.poll()
+    poller.register(channel.fileno(), select.POLLIN)
     while True:
         try:
+            look_briefly(poller)  # for the next call of a loop
             parts = channel.receive()[1]
         except KeyboardInterrupt:
             continue  # meant for a call that is over
+        answer = NOT_UNDERSTOOD
         try:
-            answer, packed = RESULT, pack(_call(functions, parts))
+            function, values, several = _understand(functions, parts)
+            answer = RAISED
+            packed = pack(_call(function, values, several))
+            answer = RESULT
         except Ending:
             raise
         except BaseException as e:
-            answer, packed = RAISED, pack(_failure(e))
+            packed = pack(_failure(e))
+        values = None
         _flush()
         channel.send(answer, packed)
         del packed
 
 
-def _call(functions: dict[int, Callable[..., Any]], parts: list[memoryview]) -> Any:
-    number, news, several = unpack(parts[:1])
-    values = unpack(parts[1:])
-    parts.clear()  # what the arguments lie in is free again when the function lets go of them
-    for name, blob in news:
+def _understand(
+    functions: dict[int, Callable[..., Any]], parts: list[memoryview]
+) -> tuple[Callable[..., Any], Any, bool]:
+    """What is to be called, with what. Definitions come first: the values may be made of what they define."""
+    message = unpack(parts)
+    for name, blob in message[1]:
         if isinstance(name, int):
             functions[name] = unpack_whole(blob)
         else:
             main_globals()[name] = unpack_whole(blob)
-    function = functions[number]
+    values = message[3] if len(message) == 4 else unpack(parts[1:])
+    parts.clear()  # what the arguments lie in is free again when the function lets go of them
+    return functions[message[0]], values, message[2]
+
+
+def _call(function: Callable[..., Any], values: Any, several: bool) -> Any:
     if not several:
         args, kwargs = values
-        del values
         return function(*args, **kwargs)
     results: list[tuple[bool, Any]] = []
     for args, kwargs in values:

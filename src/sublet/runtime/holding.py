@@ -143,17 +143,23 @@ class Lease:
     def working(self) -> Iterator[None]:
         """Work in flight: the lease is busy, and renewed, until the block ends. That it became idle is reported by the
         keeper, a moment later: work that comes in many small pieces must not cost a write each."""
+        self._work_began()
+        try:
+            yield
+        finally:
+            self._work_ended()
+
+    def _work_began(self) -> None:
         with self._lock:
             self._in_flight += 1
         if not self._row.busy:
             self._report(busy=True)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight -= 1
-                self._touched = True
-                self._idle_since_us = self._clock.monotonic_us()
+
+    def _work_ended(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            self._touched = True
+            self._idle_since_us = self._clock.monotonic_us()
 
     def _report(self, *, busy: bool) -> None:
         """Tell the ledger, so that only leases nobody uses are taken for those who wait."""
@@ -176,23 +182,22 @@ class Lease:
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call it in the leased worker: what it prints appears here, what it returns or raises comes back."""
-        self.check()
-        worker = self._the_worker()
-        with self.working():
-            try:
-                return worker.call(function, args, kwargs)
-            except WorkerLost as lost:
-                raise self._explained(lost) from lost.__cause__
+        return self._in_worker(lambda worker: worker.call(function, args, kwargs))
 
     def run_many(self, function: Callable[..., Any], calls: list[Call]) -> list[tuple[bool, Any]]:
         """Several calls in one trip: (True, result) or (False, exception) each."""
+        return self._in_worker(lambda worker: worker.call_many(function, calls))  # type: ignore[no-any-return]
+
+    def _in_worker(self, work: Callable[[Worker], Any]) -> Any:
         self.check()
         worker = self._the_worker()
-        with self.working():
-            try:
-                return worker.call_many(function, calls)
-            except WorkerLost as lost:
-                raise self._explained(lost) from lost.__cause__
+        self._work_began()
+        try:
+            return work(worker)
+        except WorkerLost as lost:
+            raise self._explained(lost) from lost.__cause__
+        finally:
+            self._work_ended()
 
     def _the_worker(self) -> Worker:
         if self._worker is None:

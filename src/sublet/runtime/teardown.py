@@ -84,8 +84,9 @@ class Teardown:
         """`others` are the processes of other living leases, asked anew each time: they come and go. `former` are those that
         gave their lease back and live on; asked only when something seems left."""
         begun = time.monotonic_ns()
+        neighbours = others()  # a walk over every process: once before the kill, and once or more after it
         places = [
-            _Place(devices[s.device_id], s.vram_bytes, self._memory.used(devices[s.device_id], others()))
+            _Place(devices[s.device_id], s.vram_bytes, self._memory.used(devices[s.device_id], neighbours))
             for s in slices
             if s.device_id in devices
         ]
@@ -96,16 +97,14 @@ class Teardown:
             if problems:
                 break
             try:
-                left = self._wait_until_back(place, others, former)
+                used, left = self._wait_until_back(place, others, former)
                 if left:
                     problems.append(
                         f"{format_size(left)} of {place.device.id} were still in use "
                         f"{BACK_WAIT_US // 1_000_000} s after every process of the lease was gone"
                     )
                     continue
-                if place.used_bytes is not None:
-                    now = self._memory.used(place.device, others()) or 0
-                    freed += max(0, place.used_bytes - now)
+                freed += max(0, (place.used_bytes or 0) - used)
                 failpoint("teardown_before_scrub")
                 if self._memory.keeps_contents(place.device):
                     scrubbed += self._scrub(place.device, place.slice_bytes)
@@ -123,15 +122,17 @@ class Teardown:
 
     def _wait_until_back(
         self, place: _Place, others: Callable[[], frozenset[int]], former: Callable[[], frozenset[int]]
-    ) -> int:
-        """0 when the device is at its baseline, else what is above it."""
+    ) -> tuple[int, int]:
+        """What is in use when it is at its baseline, or was given up on; and what of it is above the baseline."""
         give_up = time.monotonic_ns() // 1000 + BACK_WAIT_US
         alive: frozenset[int] | None = None
         while True:
             used = self._memory.used(place.device, others() | (alive or frozenset()))
-            left = 0 if used is None else self._memory.above_baseline(place.device, used)
+            if used is None:
+                return 0, 0
+            left = self._memory.above_baseline(place.device, used)
             if not left or time.monotonic_ns() // 1000 >= give_up:
-                return left
+                return used, left
             if alive is None:
                 alive = former()
                 continue
