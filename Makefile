@@ -43,7 +43,8 @@ docs: $(VENV)/.dev ## write the generated reference pages anew
 	@$(BIN)/python docs/generate.py
 
 proof: $(VENV)/.dev ## the long storms
-	@SUBLET_STORM_SECONDS=$${SUBLET_STORM_SECONDS:-180} $(BIN)/pytest tests/storms -s
+	@SUBLET_STORM_SECONDS=$${SUBLET_STORM_SECONDS:-180} SUBLET_HOSTILE=$${SUBLET_HOSTILE:-1000} \
+	  SUBLET_HANDOVERS=$${SUBLET_HANDOVERS:-1000} $(BIN)/pytest -s tests/storms tests/drivers/test_cuda.py::test_handovers_with_scrubbing
 
 bench: $(VENV)/.bench ## ratios against peers, in one run; ONLY=leases for one part
 	@if [ "$$(id -u)" = 0 ] && ! { command -v etcd && command -v redis-server; } >/dev/null; then \
