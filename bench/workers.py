@@ -26,7 +26,7 @@ from typing import Any
 import sublet
 from bench.lesson import lesson
 from bench.measure import Goal, Section, Subject, interleave, median_ratio, progress, rate_row
-from sublet import wiring
+from sublet import borrowing, wiring
 from sublet.core.lease import EndReason
 from sublet.settings import Settings, load_settings
 
@@ -59,7 +59,7 @@ def _home(place: Path) -> Iterator[Settings]:
         wiring.workers(settings).start().end("warmed")
         yield settings
     finally:
-        wiring.release_warm()
+        borrowing.release_warm()
         pids = [wiring.warden_state(settings)[2]]
         pids += [int(lock.read_text()) for lock in (settings.home / "run").glob("zygote-*.lock")]
         wiring.close_all()

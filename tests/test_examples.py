@@ -58,3 +58,15 @@ def test_the_ptx_of_recipe_52_does_the_step() -> None:
         args = [sublet.u64(42).encoded(), sublet.u32(4).encoded(), (1).to_bytes(8, "little")]
         ptx.run(text, "train_step", args, memory, grid=grid, block=block)
         assert list(memory) == [9, 43, 44, 45, 40, 9, 9, 9]
+
+
+def test_on_gpu(sqlite_home: Home) -> None:  # noqa: F811
+    done = run_example("on_gpu.py", sqlite_home.environment)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0].startswith("loading the model in process")
+    assert said[1] == "first call: ([40, 59, 56], True)"
+    assert said[2].startswith("second call, warm: ([40], False)")
+    assert said[3] == "many small calls, 16 a trip: 328350"
+    assert "exited with code 3" in said[4]
+    assert said[-1] == "called again, a new worker: ([27], True)"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "gpu": "sublet.wiring",
-    "on_gpu": "sublet.wiring",
+    "gpu": "sublet.borrowing",
+    "on_gpu": "sublet.borrowing",
     "Lease": "sublet.runtime.holding",
     "Notice": "sublet.core.notice",
     **dict.fromkeys(("u32", "u64", "i32", "i64", "f32", "f64"), "sublet.core.kernel"),
@@ -49,11 +49,11 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from sublet.borrowing import gpu, on_gpu
     from sublet.core.errors import *  # noqa: F403
     from sublet.core.kernel import f32, f64, i32, i64, u32, u64
     from sublet.core.notice import Notice
     from sublet.runtime.holding import Lease
-    from sublet.wiring import gpu, on_gpu
 
 __all__ = ["Lease", "Notice", "__version__", "f32", "f64", "gpu", "i32", "i64", "on_gpu", "u32", "u64"]
 

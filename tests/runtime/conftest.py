@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sublet import wiring
+from sublet import borrowing, wiring
 from sublet.settings import Settings, load_settings
 
 
@@ -101,7 +101,7 @@ def close_home(home: Home) -> None:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-    wiring.release_warm()
+    borrowing.release_warm()
     home.end_warden()
     home.end_zygotes()
     wiring.close_all()

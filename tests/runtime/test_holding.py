@@ -157,7 +157,7 @@ def test_the_keeper_renews_while_there_is_work(home: Home) -> None:
 
 def test_an_unused_lease_runs_out_with_a_notice_before_its_end(home: Home) -> None:
     """Acquired by name without a block and never touched: idle, so not renewed."""
-    lease = wiring.gpu(vram="1GiB", ttl="2s", holder="name").acquire()
+    lease = sublet.gpu(vram="1GiB", ttl="2s", holder="name").acquire()
     lease._touched = False
     heard: list[float] = []
     lease.on_notice(lambda notice: heard.append(lease.seconds_left))
@@ -171,7 +171,7 @@ def test_an_unused_lease_runs_out_with_a_notice_before_its_end(home: Home) -> No
 
 
 def test_touching_keeps_it(home: Home) -> None:
-    lease = wiring.gpu(vram="1GiB", ttl="1s", holder="name").acquire()
+    lease = sublet.gpu(vram="1GiB", ttl="1s", holder="name").acquire()
     for _ in range(25):
         lease.touch()
         time.sleep(0.1)
@@ -185,7 +185,7 @@ def test_an_idle_lease_goes_to_who_waits(home: Home) -> None:
     import dataclasses
 
     ledger.set_policy(dataclasses.replace(policy, idle_after_us=300_000, grace_us=500_000), actor="test")
-    idle = wiring.gpu(vram="16GiB", ttl="10m", holder="name").acquire()
+    idle = sublet.gpu(vram="16GiB", ttl="10m", holder="name").acquire()
     child = home.start(HOLD, "10m")
     held(child)
     ended = ledger.look(idle.id).lease

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from sublet.core.lease import EndReason, LeaseState
 from sublet.drivers.host import leaks
 from sublet.hosting.local import LocalWorker
 from sublet.runtime.holding import Lease
+from tests.conftest import need
 from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
 
 
@@ -422,3 +425,59 @@ def test_a_process_that_gave_its_lease_back_and_lives_on_is_not_a_leak(sqlite_ho
     wait_until(lambda: settled(sqlite_home, lease.id))
     assert sqlite_devices(sqlite_home) == [DeviceState.READY]
     assert wiring.open_ledger(sqlite_home.settings).look(lease.id).lease.state is LeaseState.ENDED
+
+
+def test_a_gang_opens_one_session_per_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = make_home(tmp_path, f"sqlite:{tmp_path}/home/ledger.db", monkeypatch, "host:2x1GiB")
+    try:
+        with sublet.gpu(vram="16MiB", ttl="30s", count=2, holder="worker") as lease:
+            sessions = [lease.open(n) for n in range(2)]
+            buffers = [gpu.alloc(4) for gpu in sessions]
+            for gpu, buffer, byte in zip(sessions, buffers, b"xy", strict=True):
+                gpu.write(buffer, bytes([byte]) * 4)
+            assert [gpu.read(b) for gpu, b in zip(sessions, buffers, strict=True)] == [b"xxxx", b"yyyy"]
+            with pytest.raises(BadInput, match="another session"):
+                sessions[0].read(buffers[1])
+            assert len({getattr(gpu, "device_id", "") for gpu in sessions}) == 2
+    finally:
+        close_home(home)
+
+
+def test_in_ipython_the_user_s_own_process_is_never_the_holder(sqlite_home: Home, tmp_path: Path) -> None:
+    """Revoked under a cell: the worker dies, the interpreter and its variables stay."""
+    need(find_spec("IPython") is not None, "IPython")
+    (tmp_path / "session.ipy").write_text(
+        textwrap.dedent(
+            """
+            import os, threading, time, sublet
+            from sublet import wiring
+            from sublet.core.lease import EndReason
+            from sublet.settings import load_settings
+            mine = [1, 2, 3]
+            lease = sublet.gpu(vram="1GiB", ttl="30s").acquire()
+            print("elsewhere", lease.run(os.getpid) != os.getpid(), lease._row.holder.pid != os.getpid())
+            with lease.open() as gpu:
+                buffer = gpu.alloc(4); gpu.write(buffer, b"abcd"); print(gpu.read(buffer))
+            ledger = wiring.open_ledger(load_settings())
+            threading.Timer(0.2, lambda: ledger.revoke(
+                lease.id, reason=EndReason.REVOKED, detail="wanted", grace_us=0, actor="t")).start()
+            try:
+                lease.run(time.sleep, 60)
+            except sublet.LeaseLost as lost:
+                print(lost.message)
+            print(mine, lease.status)
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--colors=NoColor", str(tmp_path / "session.ipy")],
+        capture_output=True,
+        text=True,
+        env=sqlite_home.environment | {"IPYTHONDIR": str(tmp_path / "ipython")},
+        timeout=60,
+        check=False,
+    )
+    said = done.stdout.splitlines()
+    assert said[:2] == ["elsewhere True True", "b'abcd'"], done.stdout + done.stderr
+    assert said[2].startswith("GPU session ended (revoked: wanted)")
+    assert said[3] == "[1, 2, 3] ended"

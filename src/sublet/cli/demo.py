@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,14 +19,17 @@ from pathlib import Path
 
 import click
 
-from sublet.cli.demo_job import unpack
+from sublet.borrowing import gpu
+from sublet.cli.demo_job import misbehave, unpack
 from sublet.core.effect import Commit
 from sublet.core.errors import SubletError
 from sublet.core.lease import EndReason, LeaseState
-from sublet.core.values import format_duration
+from sublet.core.values import format_duration, format_size
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
+from sublet.ports.processes import Receipt
+from sublet.runtime.holding import Lease
 from sublet.settings import Settings, load_settings
-from sublet.wiring import close_all, ensure_warden, gpu, open_ledger, warden_state
+from sublet.wiring import close_all, ensure_warden, open_ledger, warden_state
 
 STEPS = 120
 PACE = "0.06"
@@ -37,6 +42,7 @@ class Tour:
             "SUBLET_HOME": str(folder),
             "SUBLET_LEDGER": f"sqlite:{folder}/ledger.db",
             "SUBLET_DEVICES": "host:1x16GiB",
+            "SUBLET_PRELOAD": "none",
         }
         os.environ.update({k: v for k, v in self.environment.items() if k.startswith("SUBLET_")})
         self.settings: Settings = load_settings()
@@ -174,6 +180,30 @@ def zombie_writes(tour: Tour, key: LeaseKey) -> str:
     return ""
 
 
+def host_a_guest_that_will_not_leave(tour: Tour) -> Receipt:
+    """A function in a leased worker that ignores every signal it can and leaves daemons behind. Its lease is revoked."""
+    lease = gpu(vram="1GiB", ttl="1m", holder="worker", settings=tour.settings).ask()
+    lease.open().alloc(64 << 20)
+    tour.say("worker", "a function in a leased worker ignores SIGTERM and starts daemons", "loss")
+    threading.Thread(target=_run_quietly, args=(lease,), daemon=True).start()
+    time.sleep(0.3)
+    tour.ledger.revoke(lease.id, reason=EndReason.REVOKED, detail="demo", grace_us=0, actor="demo")
+    while not tour.ledger.look(lease.id).lease.settled_at:
+        time.sleep(0.002)
+    receipt = next(t.receipt for t in tour.ledger.receipts() if t.lease_id == lease.id)
+    tour.say(
+        "receipt",
+        f"{receipt.ladder} after {format_duration(receipt.duration_us)}: {len(receipt.pids)} processes in {receipt.containment}, "
+        f"{format_size(receipt.freed_bytes) if receipt.freed_bytes else 'nothing'} of device memory back",
+    )
+    return receipt
+
+
+def _run_quietly(lease: Lease) -> None:
+    with contextlib.suppress(SubletError):
+        lease.run(misbehave)
+
+
 @click.command(
     epilog="Example:  sublet demo --keep /tmp/tour   (then look around with SUBLET_HOME=/tmp/tour sublet ps --all)"
 )
@@ -194,10 +224,12 @@ def demo(seed: int, keep: Path | None) -> None:
         try:
             failed = _run(tour, seed)
         finally:
-            pid = warden_state(tour.settings)[2]
+            leaving = [warden_state(tour.settings)[2]]
+            leaving += [int(lock.read_text()) for lock in (folder / "run").glob("zygote-*.lock")]
             close_all()
-            if pid:
-                os.kill(pid, signal.SIGTERM)
+            for pid in filter(None, leaving):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
     if failed:
         raise SubletError(f"the demo did not prove: {', '.join(failed)}", remedy=f"sublet demo --seed {seed}")
 
@@ -237,10 +269,10 @@ def _run(tour: Tour, seed: int) -> list[str]:
     if child.wait():
         raise SubletError(f"the last run ended with exit code {child.returncode}")
     tour.progress("storm")
-    return _prove(tour, refusal)
+    return _prove(tour, refusal, host_a_guest_that_will_not_leave(tour))
 
 
-def _prove(tour: Tour, refusal: str) -> list[str]:
+def _prove(tour: Tour, refusal: str, receipt: Receipt) -> list[str]:
     ledger = tour.ledger
     deadline = time.monotonic() + 5
     while ledger.leases() and time.monotonic() < deadline:
@@ -262,6 +294,10 @@ def _prove(tour: Tour, refusal: str) -> list[str]:
         (storm.cursor == calm.cursor, "the final weights equal the undisturbed run's, to the last bit"),
         (steps == list(range(1, STEPS + 1)), f"{len(steps)} steps committed, each exactly once, in order"),
         (bool(refusal), f"a late write under an old lease was refused: {refusal}"),
+        (
+            receipt.proven and receipt.ladder == "kill" and receipt.freed_bytes == 64 << 20,
+            f"a worker that would not leave is gone with all it started: {len(receipt.pids)} processes, proven",
+        ),
         (
             device.leases == 0 and device.free_bytes == device.capacity_bytes,
             "0 bytes are left on the device, no process of a lease lives",

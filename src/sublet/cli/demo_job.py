@@ -7,6 +7,8 @@ itself (the cursor); they are written in hexadecimal, so that equal means equal 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -70,6 +72,19 @@ def run(job: str, steps: int, pause: float) -> int:
             )
             version, done = committed.version, done + 1
     return 0
+
+
+def misbehave() -> None:
+    """What the tour runs in a leased worker: it ignores every request to leave and leaves daemons behind."""
+    for _ in range(3):
+        if os.fork() == 0:
+            os.setsid()  # away from its parent's group, where a simple kill does not reach
+            while True:
+                time.sleep(60)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        time.sleep(60)
 
 
 if __name__ == "__main__":

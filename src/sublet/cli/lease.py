@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from sublet.borrowing import GpuRequest, gpu
 from sublet.cli.output import instant, json_option, print_fields, print_json
 from sublet.cli.records import lease_json, reason_of, short_state
 from sublet.core.admission import Wait
@@ -15,7 +16,7 @@ from sublet.core.errors import LeaseLost, NotFound
 from sublet.core.values import format_duration, format_size
 from sublet.ports.ledger import Answer, LeaseKey
 from sublet.settings import Settings, load_settings
-from sublet.wiring import GpuRequest, gpu, open_ledger
+from sublet.wiring import open_ledger
 
 
 @click.group()

@@ -1,0 +1,275 @@
+"""What users call: `sublet.gpu(...)` and `@sublet.on_gpu(...)`.
+
+Rules of this file:
+- Words in, a checked request out: sizes, durations and tiers are read here and nowhere deeper.
+- It chooses who holds the lease: the process itself in a script, a leased worker where the user's own process must not be killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+from sublet.core.device import parse_exclusivity
+from sublet.core.errors import BadInput, SubletError
+from sublet.core.lease import Holder, Request, parse_tier
+from sublet.core.tenancy import Tenant
+from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
+from sublet.ports.ledger import Ledger
+from sublet.ports.worker import Worker
+from sublet.runtime.acquire import OnOffer, OnWait
+from sublet.runtime.acquire import acquire as acquire_lease
+from sublet.runtime.holding import Lease
+from sublet.runtime.on_gpu import OnGpu, Warm
+from sublet.settings import Settings, load_settings
+from sublet.wiring import CLOCK, ensure_warden, keeper, open_ledger, open_session, processes, workers
+
+DEFAULT_VRAM = "1GiB"
+DEFAULT_TTL = "5m"
+
+
+def ensure_tenant(settings: Settings, ledger: Ledger, name: str) -> None:
+    """The user's own tenant is made on first use; one named on purpose must exist."""
+    if name == settings["tenant"] and settings.origin("tenant") == "default":
+        ledger.add_tenant(Tenant(name=name), actor="first use", exist_ok=True)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
+
+
+class GpuRequest:
+    """What `sublet.gpu(...)` returns. Nothing is asked for until `with` or `.acquire()`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        request: Request,
+        *,
+        holder: str | None,
+        on_wait: OnWait | None,
+        on_offer: OnOffer | None,
+        pid: int = 0,
+    ) -> None:
+        if holder not in (None, "process", "worker", "name"):
+            raise BadInput(f"holder {holder!r} is unknown: use 'process', 'worker' or 'name'")
+        self.request = request
+        self._settings = settings
+        self._holder = holder or ("worker" if _in_notebook() else "process")
+        self._on_wait = on_wait
+        self._on_offer = on_offer
+        self._pid = pid or os.getpid()
+        self._lease: Lease | None = None
+
+    def _who(self) -> Holder:
+        if self._holder == "name":
+            return Holder(host=self._settings["host"])
+        found = processes(self._settings).identify(self._pid)
+        if found is None:
+            raise BadInput(f"there is no process {self._pid}")
+        return found
+
+    def ask(self) -> Lease:
+        """Acquire without keeping: for a command that prints the lease and leaves."""
+        ledger = open_ledger(self._settings)
+        ensure_tenant(self._settings, ledger, self.request.tenant)
+        ensure_warden(self._settings)
+        worker = workers(self._settings).start() if self._holder == "worker" else None
+        try:
+            holder = worker.holder if worker is not None else self._who()
+            lease = acquire_lease(
+                ledger, CLOCK, self.request, holder, on_wait=self._on_wait, on_offer=self._on_offer
+            )
+        except BaseException:
+            if worker is not None:
+                worker.end("no lease was granted")
+            raise
+        lease._opener = lambda held, device, watchdog_us: open_session(
+            self._settings, held, device, watchdog_us
+        )
+        if worker is not None:
+            self._move_in(lease, worker)
+        # It may have left, idle, between our look and our grant.
+        ensure_warden(self._settings, wait=False)
+        return lease
+
+    def _move_in(self, lease: Lease, worker: Worker) -> None:
+        try:
+            lease._adopt(worker, child_environment(lease))
+        except BaseException:
+            lease.release()
+            raise
+
+    def acquire(self) -> Lease:
+        """Acquire now. Outside a `with` block the lease counts as idle until it is touched or works."""
+        lease = self._keep()
+        lease._report(busy=False)
+        return lease
+
+    def _keep(self) -> Lease:
+        lease = self.ask()
+        keeper(self._settings, open_ledger(self._settings)).keep(lease)
+        return lease
+
+    def __enter__(self) -> Lease:
+        self._lease = self._keep()
+        return self._lease.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.__exit__(*error)
+
+
+def gpu(
+    vram: str | int = DEFAULT_VRAM,
+    ttl: str | int | float = DEFAULT_TTL,
+    *,
+    count: int = 1,
+    exclusivity: str = "shared",
+    tier: str = "interactive",
+    wait: str | int | float | None = None,
+    least: str | int | None = None,
+    tenant: str | None = None,
+    job: str = "",
+    hold_cap: str | int | float | None = None,
+    holder: str | None = None,
+    on_wait: OnWait | None = None,
+    on_offer: OnOffer | None = None,
+    settings: Settings | None = None,
+) -> GpuRequest:
+    """A GPU for a while: `with sublet.gpu(vram="16GB", ttl="5m") as lease: ...`
+
+    `vram` may be a range, `"24GB..80GB"`: the most that is free in it, now. `wait` is how long to queue (None: as long as
+    it takes, 0: now or `Refused`). The lease is renewed while the block runs, and released when it ends.
+    """
+    settings = settings or load_settings()
+    span = parse_size_range(vram, what="vram")
+    least_bytes = parse_size(least, what="least") if least is not None else 0
+    if span.least != span.most:
+        least_bytes = least_bytes or span.least
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise BadInput(f"count {count!r} must be a whole number")
+    request = Request(
+        tenant=tenant or settings["tenant"],
+        vram_bytes=span.most,
+        ttl_us=parse_duration(ttl, what="ttl"),
+        count=count,
+        least_bytes=least_bytes,
+        wants_offers=on_offer is not None,
+        exclusivity=parse_exclusivity(exclusivity),
+        tier=parse_tier(tier),
+        wait_us=None if wait is None else parse_duration(wait, what="wait"),
+        hold_cap_us=None if hold_cap is None else parse_duration(hold_cap, what="hold_cap"),
+        host=settings["host"],
+        job=check_job(job) if job else "",
+    )
+    return GpuRequest(settings, request, holder=holder, on_wait=on_wait, on_offer=on_offer)
+
+
+def child_environment(lease: Lease) -> dict[str, str]:
+    """What the lease's work sees of it. Devices it did not lease are hidden, whatever was inherited."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(d for d in lease.devices if d.startswith("GPU-")),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "SUBLET_LEASE_ID": lease.id,
+        "SUBLET_EPOCH": str(lease.epoch),
+        "SUBLET_EXPIRES_AT": lease.expires_at.isoformat(),
+    }
+
+
+# --- functions on a GPU --------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_warm: dict[tuple[object, ...], Warm] = {}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Duration = str | int | float
+
+
+def _disabled() -> bool:
+    return os.environ.get("SUBLET_DISABLE", "").lower() not in ("", "0", "false", "no")
+
+
+@overload
+def on_gpu(function: Callable[P, R], /) -> OnGpu[P, R]: ...
+@overload
+def on_gpu(
+    function: None = None,
+    /,
+    *,
+    vram: str | int = ...,
+    ttl: Duration | Callable[..., Duration] = ...,
+    batch: int = ...,
+    **options: Any,
+) -> Callable[[Callable[P, R]], OnGpu[P, R]]: ...
+def on_gpu(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    vram: str | int = DEFAULT_VRAM,
+    ttl: Duration | Callable[..., Duration] = DEFAULT_TTL,
+    batch: int = 1,
+    **options: Any,
+) -> Any:
+    """Run a function in a leased worker: `@sublet.on_gpu(vram="8GB", ttl="2m")`.
+
+    The worker is kept warm between calls until the ttl runs out, and renewed while a call runs. `ttl` may be a function of the
+    call's own arguments. `batch` sends up to so many calls in one trip, from `.map(items)` or from several threads. The other
+    options are those of `sublet.gpu`. With SUBLET_DISABLE=1 it is a plain call.
+    """
+    if function is not None and not callable(function):
+        raise BadInput("write @sublet.on_gpu or @sublet.on_gpu(vram=..., ttl=...) above a function")
+    fixed_us = None if callable(ttl) else parse_duration(ttl, what="ttl")
+    unknown = set(options) - {
+        *(
+            "count",
+            "exclusivity",
+            "tier",
+            "wait",
+            "least",
+            "tenant",
+            "job",
+            "hold_cap",
+            "on_wait",
+            "on_offer",
+        ),
+        "settings",
+    }
+    if unknown:
+        raise BadInput(f"on_gpu does not know {', '.join(sorted(unknown))}")
+
+    def acquire(ttl_us: int) -> Lease:
+        return gpu(vram, ttl_us / 1e6, holder="worker", **options)._keep()
+
+    def warm() -> Warm:
+        key = (vram, *sorted((name, str(value)) for name, value in options.items()))
+        with _lock:
+            return _warm.setdefault(key, Warm(acquire))
+
+    def ttl_us(*args: Any, **kwargs: Any) -> int:
+        return fixed_us if fixed_us is not None else parse_duration(ttl(*args, **kwargs), what="ttl")  # type: ignore[operator]
+
+    def decorate(decorated: Callable[..., Any]) -> OnGpu[..., Any]:
+        return OnGpu(decorated, warm, ttl_us, batch=batch, plainly=_disabled)
+
+    return decorate if function is None else decorate(function)
+
+
+def release_warm() -> None:
+    """Give back every GPU kept warm for `on_gpu`."""
+    with _lock:
+        kept = list(_warm.values())
+    for warm in kept:
+        with warm.lock, contextlib.suppress(SubletError):
+            warm.release()
+
+
+atexit.register(release_warm)
