@@ -777,6 +777,45 @@ def test_settling_a_proven_teardown_hands_the_slice_on(pool: Rig) -> None:
     assert '"proven":true' in body
 
 
+def test_a_release_that_leaves_a_teardown_to_the_warden(pool: Rig) -> None:
+    """K1: over at once for its holder; the slice stays until the warden has seen the holder gone."""
+    answer = pool.ask(80, pid=42)
+    waiter = pool.ask(80, tenant="bob")
+    assert pool.ledger.release(answer.lease.id, pool.secret(answer), torn_down=False) is True
+    released = pool.look(answer)
+    assert (released.state, released.reason, released.settled_at) == (LeaseState.ENDED, EndReason.RELEASED, 0)
+    assert pool.look(waiter).state is LeaseState.WAITING
+    assert [x.id for x in pool.ledger.host_view(released.holder.host).leases if x.id == released.id]
+    assert pool.ledger.settle(answer.lease.id, answer.lease.epoch, GONE) is True
+    assert pool.look(waiter).state is LeaseState.ACTIVE
+    assert not pool.ledger.verify().faults
+
+
+def test_receipts_are_kept_newest_first(pool: Rig) -> None:
+    whole = Receipt(
+        proven=True,
+        ladder="kill",
+        containment="cgroup, pid namespace",
+        pids=(7, 8),
+        freed_bytes=1 << 40,
+        scrubbed_bytes=5,
+        duration_us=12,
+        detail="it said: 'no'",
+    )
+    for tenant, receipt in (("ada", GONE), ("bob", whole)):
+        answer = pool.ask(10, tenant=tenant, pid=42)
+        pool.ledger.end(answer.lease.id, answer.lease.epoch, reason=EndReason.HOLDER_LOST, detail="gone")
+        pool.ledger.settle(answer.lease.id, answer.lease.epoch, receipt)
+        pool.advance(SECOND)
+    newest, oldest = pool.ledger.receipts()
+    assert (newest.lease_id, newest.tenant, newest.receipt) == (answer.lease.id, "bob", whole)
+    assert newest.devices == tuple(s.device_id for s in answer.lease.slices)
+    assert oldest.receipt == GONE
+    assert [t.tenant for t in pool.ledger.receipts(tenant="ada")] == ["ada"]
+    assert len(pool.ledger.receipts(limit=1)) == 1
+    assert newest.at > oldest.at
+
+
 def test_settling_an_unproven_teardown_withholds_the_device(pool: Rig) -> None:
     """K1: nobody gets memory that may still be in use, until an operator says so."""
     answer = pool.ask(80, pid=42)

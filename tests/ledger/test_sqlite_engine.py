@@ -19,7 +19,8 @@ import pytest
 
 from sublet import failpoints
 from sublet.core.errors import InvariantBroken, LeaseLost, Misconfigured, NotDurable, SchemaMismatch
-from sublet.core.lease import Holder, LeaseState, Request
+from sublet.core.lease import EndReason, Holder, LeaseState, Request
+from sublet.core.tenancy import Tenant
 from sublet.ledger import migrations
 from sublet.ledger import sqlite as engine
 from sublet.ledger.sqlite import (
@@ -30,6 +31,8 @@ from sublet.ledger.sqlite import (
     file_system_of,
     open_ledger,
 )
+from sublet.ports.ledger import FoundDevice
+from sublet.ports.processes import Receipt
 from sublet.testing.clock import VirtualClock
 
 from .rig import MINUTE, SECOND, Rig
@@ -112,11 +115,36 @@ def test_a_newer_schema_is_refused_untouched(ready: Rig) -> None:
     assert path.read_bytes() == before
 
 
-def test_an_older_schema_is_refused(ready: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrations, "newest", lambda _: 2)
-    with pytest.raises(SchemaMismatch, match="needs 2") as raised:
-        open_ledger(ready.url, VirtualClock())
+def test_an_older_ledger_is_refused_until_it_is_migrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger made by the first release, with a lease in it: told what to do, brought up to date, nothing lost."""
+    url, everything = f"sqlite:{tmp_path}/old.db", migrations.migrations("sqlite")
+    clock = VirtualClock()
+    with monkeypatch.context() as then:
+        then.setattr(migrations, "migrations", lambda _: everything[:1])
+        old = open_ledger(url, clock)
+        old.add_tenant(Tenant(name="t"), actor="test")
+        device = FoundDevice(id="d", driver="host", ordinal=0, name="d", capacity_bytes=100)
+        old.report_host("h", [device])
+        request = Request(tenant="t", vram_bytes=10, ttl_us=60_000_000)
+        old.acquire("L1", "s", request, Holder(host="h", pid=7, started=7))
+        held = old.look("L1").lease
+        old.close()
+    newest = migrations.newest("sqlite")
+    with pytest.raises(SchemaMismatch, match=f"has schema 1, this sublet needs {newest}") as raised:
+        open_ledger(url, clock)
     assert "sublet migrate" in raised.value.remedy
+    assert engine.apply_migrations(tmp_path / "old.db", clock) == [
+        f"{m.number:04} {m.name}" for m in everything[1:]
+    ]
+    new = open_ledger(url, clock)
+    assert new.look("L1").lease == held
+    assert new.end("L1", held.epoch, reason=EndReason.HOLDER_LOST, detail="gone")
+    assert new.settle("L1", held.epoch, Receipt(proven=True, ladder="gone", containment="none"))
+    assert [t.lease_id for t in new.receipts()] == ["L1"]
+    assert not new.verify().faults
+    new.close()
 
 
 def _database(path: Path, *statements: str) -> None:
