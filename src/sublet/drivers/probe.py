@@ -11,10 +11,14 @@ Probe = Callable[[str, str], Sequence[FoundDevice]]
 
 
 def find_devices(spec: str, host: str, probes: Mapping[str, Probe]) -> list[FoundDevice]:
-    """`auto` asks every driver that has real devices, and falls back to the host's memory."""
+    """`auto` takes what drivers of one vendor find; else OpenCL's; else the host's memory. Never two of them: OpenCL shows an NVIDIA
+    GPU again, and a GPU found twice would be leased twice."""
     if spec == "auto":
-        found = [d for name in sorted(probes) if name != "host" for d in probes[name]("auto", host)]
-        return found or list(probes["host"]("auto", host))
+        vendors = [name for name in sorted(probes) if name not in ("opencl", "host")]
+        found = [d for name in vendors for d in probes[name]("auto", host)]
+        for name in ("opencl", "host"):
+            found = found or list(probes[name]("auto", host) if name in probes else ())
+        return found
     found = []
     for part in filter(None, (p.strip() for p in spec.split(","))):
         driver, _, rest = part.partition(":")
