@@ -30,6 +30,12 @@ NAMES = frozenset(
         "reaper_before_write",
         "teardown_after_kill",
         "teardown_before_scrub",
+        "after_chunk_write",
+        "after_chunk_fsync",
+        "after_publish",
+        "between_replicas",
+        "before_manifest",
+        "after_quorum",
     ]
 )
 

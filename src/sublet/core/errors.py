@@ -194,6 +194,27 @@ class NotDurable(SubletError):
     remedy = "nothing was committed; correct the cause and save again"
 
 
+class Unsavable(BadInput):
+    """The state holds something that cannot be saved; nothing was written."""
+
+    code = "unsavable"
+    remedy = "save what it is made of: numbers, texts, lists, dicts and tensors"
+
+
+class QuorumNotReached(NotDurable):
+    """Too few replicas confirmed the save; the head is where it was."""
+
+    code = "quorum_not_reached"
+    remedy = "bring the named replicas back, or save with a policy that needs fewer; 'sublet checkpoint repair' catches them up"
+
+
+class Damaged(NotDurable):
+    """No good copy of a part of this checkpoint is left; nothing of it was returned."""
+
+    code = "damaged"
+    remedy = "bring a replica that has a copy back, or load an older version: 'sublet checkpoint ls'"
+
+
 class DeviceFault(SubletError):
     """The device failed."""
 

@@ -1,0 +1,318 @@
+"""Checkpoints: how a state lies in memory and in packs, what a manifest says, and how many replicas must agree.
+
+Rules of this file:
+- A state is laid out as one run of bytes, the *arena*: storages one after the other, cut into chunks that never straddle two large
+  ones. The same shapes always give the same layout, so an unchanged tensor is an unchanged chunk.
+- A manifest is canonical JSON and is named by its digest. Whatever is read from one is checked before anything is allocated (C7).
+- A policy is validated when it is made: a quorum that could lose a confirmed save is refused unless one node is asked for by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sublet.core.errors import BadInput, Damaged
+
+CHUNK_BYTES = 8 << 20
+#: Small storages share a chunk: hundreds of tiny writes cost more than they carry.
+GROUP_BYTES = 1 << 20
+#: What direct I/O wants of addresses and offsets.
+ALIGN = 4096
+SMALL_ALIGN = 64
+MAX_DEPTH = 100
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_STATE_BYTES = 1 << 46
+MAX_PARTS = 1 << 20
+FORMAT = 1
+
+
+def aligned(offset: int, to: int) -> int:
+    return (offset + to - 1) // to * to
+
+
+# --- layout --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    storages: tuple[Span, ...]
+    chunks: tuple[Span, ...]
+    size: int
+
+
+def lay_out(sizes: Sequence[int]) -> Layout:
+    """Where each storage lies in the arena, and where the chunks are cut. Every chunk begins aligned for direct I/O."""
+    storages: list[Span] = [Span(0, 0)] * len(sizes)
+    chunks: list[Span] = []
+    end = 0
+    for number, size in enumerate(sizes):
+        if size < GROUP_BYTES:
+            continue
+        storages[number] = Span(end, size)
+        for start in range(0, size, CHUNK_BYTES):
+            chunks.append(Span(end + start, min(CHUNK_BYTES, size - start)))
+        end = aligned(end + size, ALIGN)
+    group = end
+    for number, size in enumerate(sizes):
+        if size >= GROUP_BYTES:
+            continue
+        if end + size - group > GROUP_BYTES and end > group:
+            chunks.append(Span(group, end - group))
+            group = end = aligned(end, ALIGN)
+        storages[number] = Span(end, size)
+        end = aligned(end + size, SMALL_ALIGN)
+    if end > group:
+        chunks.append(Span(group, end - group))
+    return Layout(tuple(storages), tuple(chunks), aligned(end, ALIGN))
+
+
+# --- manifest ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    framework: str  # 'torch', 'parameter', 'numpy', 'scalar', 'jax'
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None  # in elements; None: contiguous, and the whole storage
+    offset: int  # in elements
+    storage: int
+    grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEntry:
+    """Bytes of the arena, and where a pack has them."""
+
+    span: Span
+    digest: str
+    pack: str
+    at: int  # offset in the pack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    name: str
+    version: int
+    step: int
+    schema: str
+    policy: str  # digest of the replica policy
+    parent: str  # digest of the manifest before, '' for the first
+    epoch: int
+    tree: Any
+    tensors: tuple[TensorEntry, ...]
+    storages: tuple[Span, ...]
+    chunks: tuple[ChunkEntry, ...]
+    size: int  # of the arena
+
+    def to_bytes(self) -> bytes:
+        packs = sorted({c.pack for c in self.chunks})
+        index = {pack: i for i, pack in enumerate(packs)}
+        body = {
+            "format": FORMAT,
+            "name": self.name,
+            "version": self.version,
+            "step": self.step,
+            "schema": self.schema,
+            "policy": self.policy,
+            "parent": self.parent,
+            "epoch": self.epoch,
+            "size": self.size,
+            "packs": packs,
+            "chunks": [[c.span.offset, c.span.size, c.digest, index[c.pack], c.at] for c in self.chunks],
+            "storages": [[s.offset, s.size] for s in self.storages],
+            "tensors": [
+                [t.framework, t.dtype, t.shape, t.stride, t.offset, t.storage, int(t.grad)]
+                for t in self.tensors
+            ],
+            "tree": self.tree,
+        }
+        return json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        return tuple(sorted({c.pack for c in self.chunks}))
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """`Damaged` unless everything in it is of the right type, in range, and inside what it claims to lie in."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise Damaged(f"a manifest of {len(data)} bytes is larger than any this version writes")
+    try:
+        body = json.loads(data)
+        return _read(body)
+    except Damaged:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, BadInput) as e:
+        raise Damaged(f"the manifest is not one of ours: {type(e).__name__}: {str(e)[:200]}") from e
+
+
+def _read(body: Any) -> Manifest:
+    if not isinstance(body, dict) or body["format"] != FORMAT:
+        raise Damaged(
+            "the manifest has a format this version does not know", remedy="upgrade sublet on this machine"
+        )
+    size = _number(body["size"], MAX_STATE_BYTES)
+    packs = [_hex(p) for p in _list(body["packs"])]
+    chunks = []
+    end = 0
+    for offset, length, digest, pack, at in _list(body["chunks"]):
+        span = Span(_number(offset, size), _number(length, CHUNK_BYTES, least=1))
+        if span.offset < end or span.end > size:
+            raise Damaged("the manifest's chunks overlap, or lie outside the state")
+        end = span.end
+        place = _number(at, MAX_STATE_BYTES)
+        chunks.append(ChunkEntry(span, _hex(digest), packs[_number(pack, len(packs) - 1)], place))
+    storages = []
+    for offset, length in _list(body["storages"]):
+        span = Span(_number(offset, size), _number(length, size))
+        if span.end > size:
+            raise Damaged("the manifest has a storage outside the state")
+        storages.append(span)
+    _check_covered(storages, chunks)
+    return Manifest(
+        name=_text(body["name"]),
+        version=_number(body["version"], 1 << 62),
+        step=_number(body["step"], 1 << 62),
+        schema=_text(body["schema"]),
+        policy=_text(body["policy"]),
+        parent=_text(body["parent"]),
+        epoch=_number(body["epoch"], 1 << 62),
+        tree=body["tree"],
+        tensors=tuple(_tensor(t, len(storages)) for t in _list(body["tensors"])),
+        storages=tuple(storages),
+        chunks=tuple(chunks),
+        size=size,
+    )
+
+
+def _check_covered(storages: Sequence[Span], chunks: Sequence[ChunkEntry]) -> None:
+    """Every byte of every storage is in a chunk: what is not read would be somebody else's memory."""
+    runs: list[list[int]] = []
+    for chunk in chunks:
+        if runs and runs[-1][1] == chunk.span.offset:
+            runs[-1][1] = chunk.span.end
+        else:
+            runs.append([chunk.span.offset, chunk.span.end])
+    at = 0
+    for span in sorted((s for s in storages if s.size), key=lambda s: s.offset):
+        while at < len(runs) and runs[at][1] <= span.offset:
+            at += 1
+        if at == len(runs) or not (runs[at][0] <= span.offset and span.end <= runs[at][1]):
+            raise Damaged("the manifest has a storage that no chunk holds")
+
+
+def _tensor(row: Any, storages: int) -> TensorEntry:
+    framework, dtype, shape, stride, offset, storage, grad = row
+    if framework not in ("torch", "parameter", "numpy", "scalar", "jax"):
+        raise Damaged(f"the manifest has a tensor of {str(framework)[:40]!r}")
+    dims = tuple(_number(n, MAX_STATE_BYTES) for n in _list(shape, most=64))
+    steps = None if stride is None else tuple(_number(n, MAX_STATE_BYTES) for n in _list(stride, most=64))
+    if steps is not None and len(steps) != len(dims):
+        raise Damaged("the manifest has a tensor whose strides do not fit its shape")
+    return TensorEntry(
+        framework=framework,
+        dtype=_text(dtype),
+        shape=dims,
+        stride=steps,
+        offset=_number(offset, MAX_STATE_BYTES),
+        storage=_number(storage, storages - 1),
+        grad=bool(_number(grad, 1)),
+    )
+
+
+def _number(value: Any, most: int, *, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise Damaged(f"the manifest has {str(value)[:40]!r} where a number from {least} to {most} belongs")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > 4096:
+        raise Damaged("the manifest has something else where a text belongs")
+    return value
+
+
+def _hex(value: Any) -> str:
+    text = _text(value)
+    if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
+        raise Damaged("the manifest has a digest that is none")
+    return text
+
+
+def _list(value: Any, *, most: int = MAX_PARTS) -> list[Any]:
+    if type(value) is not list or len(value) > most:
+        raise Damaged("the manifest has something else where a list belongs")
+    return value
+
+
+# --- replicas ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPolicy:
+    """How many copies, and how many must confirm before a save counts."""
+
+    replicas: int = 1
+    write_quorum: int = 0  # 0: a majority
+    read_quorum: int = 0  # 0: enough to meet every write quorum
+    domains: tuple[str, ...] = ()  # what fails together; empty: each replica by itself
+    single_node: bool = False  # asked for by name: copies that may all be lost at once
+
+    def __post_init__(self) -> None:
+        n = self.replicas
+        if not 1 <= n <= 16:
+            raise BadInput(f"replicas must be 1 to 16, not {n}")
+        write = self.write_quorum or n // 2 + 1
+        read = self.read_quorum or n - write + 1
+        if not (1 <= write <= n and 1 <= read <= n):
+            raise BadInput(f"quorums of {write} to write and {read} to read do not fit {n} replicas")
+        if not self.single_node:
+            if 2 * write <= n:
+                raise BadInput(
+                    f"a write quorum of {write} of {n} is no majority: two writers could both believe they saved",
+                    remedy=f"use at least {n // 2 + 1}, or single_node=True if losing the node may lose the state",
+                )
+            if read + write <= n:
+                raise BadInput(
+                    f"reading {read} and writing {write} of {n} need not meet: a confirmed save could be overlooked",
+                    remedy=f"read at least {n - write + 1}",
+                )
+        if self.domains and len(self.domains) != n:
+            raise BadInput(f"{len(self.domains)} domains are named for {n} replicas")
+        if self.domains and not self.single_node and len(set(self.domains)) < write:
+            raise BadInput(
+                f"{n} replicas lie in {len(set(self.domains))} failure domains, the write quorum is {write}",
+                remedy="spread them, or say single_node=True",
+            )
+        object.__setattr__(self, "write_quorum", write)
+        object.__setattr__(self, "read_quorum", read)
+
+    def to_text(self) -> str:
+        body = {
+            "replicas": self.replicas,
+            "write_quorum": self.write_quorum,
+            "read_quorum": self.read_quorum,
+            "domains": list(self.domains),
+            "single_node": self.single_node,
+        }
+        return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
+def missing_for_quorum(policy: ReplicaPolicy, confirmed: Sequence[str], domains: dict[str, str]) -> int:
+    """How many more distinct failure domains must confirm (C1). 0: the save counts."""
+    reached = {domains[name] for name in confirmed} if not policy.single_node else set(confirmed)
+    return max(0, policy.write_quorum - len(reached))

@@ -1,0 +1,59 @@
+"""A replica: one copy of the checkpoint store.
+
+Rules of this port:
+- Bytes under a name never change: every write is create-only, and the same content again is fine (C2).
+- A put that returned survives the loss of power. One that raised may or may not have happened, and repeating it finds out.
+- A replica verifies nothing; whoever reads does, before a byte is used (C3).
+- Failures are `NotDurable` (a write) or `OSError` (a read) with the replica's own words; a missing object is not a failure of a read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from sublet.core.checkpoint import Span
+
+
+class Replica(Protocol):
+    @property
+    def name(self) -> str:
+        """Where it is, as the user wrote it."""
+
+    @property
+    def domain(self) -> str:
+        """What it fails together with."""
+
+    def check(self) -> None:
+        """Called when a store is opened: raise if it could not keep the rules of this port."""
+
+    def begin_pack(self, size: int) -> Draft:
+        """Called by a save: a pack that is not there yet."""
+
+    def has_pack(self, pack: str) -> bool: ...
+    def read_pack(self, pack: str, at: int, into: memoryview) -> bool:
+        """Fill `into`; False when the pack, or that part of it, is not there."""
+
+    def put_manifest(self, digest: str, data: bytes) -> None: ...
+    def get_manifest(self, digest: str) -> bytes | None: ...
+
+    def set_aside(self, kind: str, name: str) -> None:
+        """A copy that did not verify: kept for whoever looks into it, never read again."""
+
+    def packs(self) -> Iterator[tuple[str, float, int]]:
+        """Name, age in seconds, size; for a sweep."""
+
+    def manifests(self) -> Iterator[tuple[str, float]]: ...
+    def remove(self, kind: str, name: str) -> None: ...
+
+
+class Draft(Protocol):
+    """A pack being written. Nobody sees it before `publish`."""
+
+    def write(self, at: int, data: memoryview) -> None:
+        """`data` and `at` are aligned for direct I/O, except for the end of the last piece. May be called from several threads."""
+
+    def publish(self, pack: str, pieces: Sequence[Span]) -> None:
+        """Durable, under this name, create-only."""
+
+    def discard(self) -> None: ...

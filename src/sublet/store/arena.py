@@ -1,0 +1,117 @@
+"""The arena: one run of shared memory a state is copied into, reused from save to save.
+
+Rules of this file:
+- Copying is all the training thread pays: what already lies in the arena is compared and left alone, so most of it is read and not
+  written when little changed. Comparing is exact; a tensor's own version counter misses fused optimizers.
+- Its pages are there before the first save, and stay: touching fresh memory costs thirty times the copy.
+- It is an anonymous file: a writer process maps the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from sublet.core.checkpoint import Layout, Span
+
+THREADS = 2
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.restype = ctypes.c_void_p
+_PIECE = 1 << 20
+
+
+class Arena:
+    def __init__(self, size: int, fd: int = -1) -> None:
+        """A new one of zeros, or the one behind a descriptor that was given to us."""
+        self.size = max(size, mmap.PAGESIZE)
+        self.fd = fd
+        if fd < 0:
+            self.fd = os.memfd_create("sublet-arena", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, self.size)
+        self.map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._anchor = ctypes.c_char.from_buffer(self.map)
+        self.address = ctypes.addressof(self._anchor)
+        self.view = memoryview(self.map)
+
+    def take(self, storages: Sequence[memoryview], layout: Layout, *, all_new: bool) -> list[bool]:
+        """Copy the storages in; for each chunk, whether it is different from what lay there."""
+        pieces: list[tuple[int, Span, memoryview]] = []
+        chunk = 0
+        order = sorted(range(len(storages)), key=lambda n: layout.storages[n].offset)
+        for number in order:
+            place, memory = layout.storages[number], storages[number]
+            if not place.size:
+                continue
+            while layout.chunks[chunk].end <= place.offset:
+                chunk += 1
+            at, first = place.offset, chunk
+            while at < place.end:
+                end = min(place.end, layout.chunks[first].end)
+                pieces.append((first, Span(at, end - at), memory[at - place.offset : end - place.offset]))
+                at = end
+                first += 1
+        dirty = [all_new] * len(layout.chunks)
+        if len(pieces) > 1 and layout.size > 4 * _PIECE:
+            with ThreadPoolExecutor(THREADS) as pool:
+                changed = list(pool.map(self._put, pieces))
+        else:
+            changed = [self._put(piece) for piece in pieces]
+        for (number, _, _), different in zip(pieces, changed, strict=True):
+            dirty[number] = dirty[number] or different
+        return dirty
+
+    def _put(self, piece: tuple[int, Span, memoryview]) -> bool:
+        _, span, memory = piece
+        source = _address_of(memory)
+        target = self.address + span.offset
+        at = 0
+        while at < span.size:
+            length = min(_PIECE, span.size - at)
+            if _libc.memcmp(target + at, source + at, length):
+                # From the first difference on a plain copy: comparing what will be copied anyway only reads it twice.
+                _libc.memmove(target + at, source + at, span.size - at)
+                return True
+            at += length
+        return False
+
+    def close(self) -> None:
+        self.view.release()
+        del self._anchor
+        with contextlib.suppress(BufferError):
+            self.map.close()
+        os.close(self.fd)
+
+
+def _address_of(memory: memoryview) -> int:
+    """Where the bytes lie, also of memory that may not be written to."""
+    if memory.readonly:
+        holder = ctypes.py_object(memory)
+        buffer = _PyBuffer()
+        ctypes.pythonapi.PyObject_GetBuffer(holder, ctypes.byref(buffer), 0)
+        try:
+            return int(buffer.buf)
+        finally:
+            ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class _PyBuffer(ctypes.Structure):
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )

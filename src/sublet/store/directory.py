@@ -1,0 +1,203 @@
+"""A replica in a directory.
+
+Rules of this file:
+- Nothing is written under its final name. A draft is written, synced, and linked to its name, which fails if the name is taken: bytes
+  under a name never change, whoever writes the same thing at the same time (C2).
+- Order: data, sync of the file, link, sync of the folder. Only then did it happen (C6).
+- Packs are written past the page cache where the file system lets us: a checkpoint must not push the training data out of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sublet.core.checkpoint import ALIGN, Span
+from sublet.core.errors import Misconfigured, NotDurable
+from sublet.failpoints import failpoint
+
+_FOLDERS = ("packs", "manifests", "drafts", "aside")
+
+
+class DirectoryReplica:
+    """Implements `ports.store.Replica`."""
+
+    def __init__(self, path: Path, domain: str = "") -> None:
+        self.path = path
+        self.name = f"dir:{path}"
+        self.domain = domain or self.name
+
+    def check(self) -> None:
+        try:
+            for folder in _FOLDERS:
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+            trial = self.path / "drafts" / f"trial-{secrets.token_hex(4)}"
+            trial.touch()
+            try:
+                os.link(trial, trial.with_suffix(".link"))
+                os.unlink(trial.with_suffix(".link"))
+            finally:
+                trial.unlink(missing_ok=True)
+        except OSError as e:
+            raise Misconfigured(
+                f"{self.name} cannot be a replica: {e.strerror}",
+                remedy="give it a folder you may write hard links in",
+            ) from e
+
+    # packs
+
+    def begin_pack(self, size: int) -> _Draft:
+        try:
+            return _Draft(self, size)
+        except OSError as e:
+            raise _not_durable(self, e) from e
+
+    def _pack(self, pack: str) -> Path:
+        return self.path / "packs" / f"{pack}.pack"
+
+    def has_pack(self, pack: str) -> bool:
+        return self._pack(pack).exists()
+
+    def read_pack(self, pack: str, at: int, into: memoryview) -> bool:
+        try:
+            fd = os.open(self._pack(pack), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            done = 0
+            while done < into.nbytes:
+                got = os.preadv(fd, [into[done:]], at + done)
+                if got == 0:
+                    return False
+                done += got
+            return True
+        finally:
+            os.close(fd)
+
+    # manifests
+
+    def put_manifest(self, digest: str, data: bytes) -> None:
+        try:
+            draft = self.path / "drafts" / f"manifest-{secrets.token_hex(8)}"
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._publish(draft, self.path / "manifests" / f"{digest}.json")
+            finally:
+                draft.unlink(missing_ok=True)
+        except OSError as e:
+            raise _not_durable(self, e) from e
+
+    def get_manifest(self, digest: str) -> bytes | None:
+        try:
+            return (self.path / "manifests" / f"{digest}.json").read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _publish(self, draft: Path, final: Path) -> None:
+        with contextlib.suppress(FileExistsError):  # the same content: whoever reads it verifies it
+            os.link(draft, final)
+        failpoint("after_publish")
+        _sync_folder(final.parent)
+
+    # keeping order
+
+    def _file(self, kind: str, name: str) -> Path:
+        return self._pack(name) if kind == "pack" else self.path / "manifests" / f"{name}.json"
+
+    def set_aside(self, kind: str, name: str) -> None:
+        source = self._file(kind, name)
+        target = self.path / "aside" / f"{source.name}.{int(time.time())}-{secrets.token_hex(3)}"
+        with contextlib.suppress(FileNotFoundError):
+            source.rename(target)
+            _sync_folder(source.parent)
+
+    def packs(self) -> Iterator[tuple[str, float, int]]:
+        for entry in os.scandir(self.path / "packs"):
+            if entry.name.endswith(".pack"):
+                info = entry.stat()
+                yield entry.name.removesuffix(".pack"), time.time() - info.st_mtime, info.st_size
+
+    def manifests(self) -> Iterator[tuple[str, float]]:
+        for entry in os.scandir(self.path / "manifests"):
+            if entry.name.endswith(".json"):
+                yield entry.name.removesuffix(".json"), time.time() - entry.stat().st_mtime
+
+    def remove(self, kind: str, name: str) -> None:
+        self._file(kind, name).unlink(missing_ok=True)
+
+
+class _Draft:
+    """Implements `ports.store.Draft`."""
+
+    def __init__(self, replica: DirectoryReplica, size: int) -> None:
+        self._replica = replica
+        self._path = replica.path / "drafts" / f"pack-{secrets.token_hex(8)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self._path, flags | os.O_DIRECT, 0o644)
+            self._direct = True
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            self._fd, self._direct = os.open(self._path, flags, 0o644), False
+        if size:
+            with contextlib.suppress(OSError):  # a file system without it only writes more slowly
+                os.posix_fallocate(self._fd, 0, -(-size // ALIGN) * ALIGN)
+
+    def write(self, at: int, data: memoryview) -> None:
+        try:
+            done = 0
+            while done < data.nbytes:
+                done += os.pwritev(self._fd, [data[done:]], at + done)
+        except OSError as e:
+            if e.errno == errno.EINVAL and self._direct:
+                self._direct = False
+                self._buffered()
+                self.write(at, data)
+                return
+            raise _not_durable(self._replica, e) from e
+
+    def _buffered(self) -> None:
+        """Opened with direct I/O on a file system that refuses it only when it is used."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(fd, self._fd)
+        os.close(fd)
+
+    def publish(self, pack: str, pieces: Sequence[Span]) -> None:
+        try:
+            os.ftruncate(self._fd, pieces[-1].end if pieces else 0)
+            failpoint("after_chunk_write")
+            os.fsync(self._fd)
+            failpoint("after_chunk_fsync")
+            self._replica._publish(self._path, self._replica._pack(pack))
+        except OSError as e:
+            raise _not_durable(self._replica, e) from e
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+            self._path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _not_durable(replica: DirectoryReplica, error: OSError) -> NotDurable:
+    return NotDurable(f"{replica.name} did not take it: {error.strerror or error}")

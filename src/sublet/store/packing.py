@@ -1,0 +1,97 @@
+"""Packing: changed chunks to one pack on every replica, hashed on the way.
+
+Rules of this file:
+- A chunk is hashed once and written to each replica, preferred ones first: on one disk the quorum is reached soonest that way.
+- A pack is named by what is in it. Two savers of the same bytes meet at the same name.
+- A replica that fails is left behind and named; whether enough are left is the caller's to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from sublet.core.checkpoint import ALIGN, Span, aligned
+from sublet.core.errors import SubletError
+from sublet.failpoints import failpoint
+from sublet.ports.store import Draft, Replica
+
+THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    pack: str
+    digests: tuple[str, ...]
+    places: tuple[int, ...]  # where each chunk lies in the pack
+    confirmed: tuple[str, ...]  # replicas that have it, durably
+    failed: dict[str, str]  # the others, and what they said
+
+
+def digest(data: Any) -> str:
+    return str(_blake3()(data).hexdigest())
+
+
+def _blake3() -> Any:
+    return import_module("blake3").blake3
+
+
+def pack_name(digests: Sequence[str], spans: Sequence[Span]) -> str:
+    return digest("\n".join(f"{d} {s.size}" for d, s in zip(digests, spans, strict=True)).encode())
+
+
+def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Replica]) -> Packed:
+    """The chunks at `spans` of the arena. The arena is readable up to a whole block behind each of them."""
+    places: list[int] = []
+    end = 0
+    for span in spans:
+        places.append(end)
+        end += aligned(span.size, ALIGN)
+    failed: dict[str, str] = {}
+    drafts: dict[str, Draft] = {}
+    for replica in replicas:
+        try:
+            drafts[replica.name] = replica.begin_pack(end)
+        except SubletError as e:
+            failed[replica.name] = e.message
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            hashing = [pool.submit(digest, arena[s.offset : s.end]) for s in spans]
+            for name in list(drafts):
+                writes = [
+                    pool.submit(_write, drafts[name], arena, s, at)
+                    for s, at in zip(spans, places, strict=True)
+                ]
+                for write in writes:
+                    problem = write.result()
+                    if problem:
+                        failed.setdefault(name, problem)
+            digests = tuple(h.result() for h in hashing)
+        name_of_pack = pack_name(digests, spans)
+        pieces = [Span(at, s.size) for s, at in zip(spans, places, strict=True)]
+        confirmed = []
+        for name, draft in drafts.items():
+            if name in failed:
+                continue
+            failpoint("between_replicas")
+            try:
+                draft.publish(name_of_pack, pieces)
+                confirmed.append(name)
+            except SubletError as e:
+                failed[name] = e.message
+    finally:
+        for draft in drafts.values():
+            draft.discard()
+    return Packed(name_of_pack, digests, tuple(places), tuple(confirmed), failed)
+
+
+def _write(draft: Draft, arena: memoryview, span: Span, at: int) -> str:
+    try:
+        # Whole blocks, also the last one: direct I/O writes nothing less, and the pack is cut to its length afterwards.
+        draft.write(at, arena[span.offset : span.offset + aligned(span.size, ALIGN)])
+        return ""
+    except SubletError as e:
+        return e.message
