@@ -3,6 +3,7 @@
 Rules of this file:
 - A block belongs to the side that made it (`Lender`). It is lent with a message, mapped once by the other side (`Borrower`), and
   lent again only after the borrower said that nothing refers to it any more. A view kept for long keeps its block, nothing else.
+- Whoever keeps more than a few values gets copies: a block costs descriptors on both sides, and far more room than a small value.
 - Mappings are made populated and kept: touching fresh pages costs many times the copy itself.
 - Few free blocks are kept; the others go, and the borrower is told to unmap them.
 """
@@ -18,6 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 FREE_KEPT = 4
+#: So many blocks may be in use at the borrower's.
+BORROWED_MOST = 64
 ALIGN = 64
 _SMALLEST = 1 << 20
 _TABLE = struct.Struct("<Q")  # how many parts
@@ -34,6 +37,12 @@ def _room(size: int) -> int:
         return _SMALLEST
     step = 1 << max(20, size.bit_length() - 4)
     return (size + step - 1) // step * step
+
+
+def _places(block: memoryview) -> list[tuple[int, int]]:
+    """Offset and size of each part in it."""
+    (count,) = _TABLE.unpack_from(block)
+    return [_PLACE.unpack_from(block, _TABLE.size + _PLACE.size * i) for i in range(count)]
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:
@@ -124,12 +133,15 @@ class Borrower:
     def borrow(self, number: int) -> list[memoryview]:
         """Views of the parts. The block counts as used until the last object made from any of them is gone."""
         memory = self._maps[number]
+        if len(self._out) >= BORROWED_MOST:
+            with memoryview(memory) as lent:
+                copies = [memoryview(bytearray(lent[at : at + size])) for at, size in _places(lent)]
+            self.unused.append(number)
+            return copies
         whole = (ctypes.c_char * len(memory)).from_buffer(memory)
         self._out[number] = weakref.ref(whole, lambda _: self._back(number))
         view = memoryview(whole).cast("B")
-        (count,) = _TABLE.unpack_from(view)
-        places = [_PLACE.unpack_from(view, _TABLE.size + _PLACE.size * i) for i in range(count)]
-        return [view[offset : offset + size] for offset, size in places]
+        return [view[offset : offset + size] for offset, size in _places(view)]
 
     def _back(self, number: int) -> None:
         self._out.pop(number, None)

@@ -1,7 +1,8 @@
 """A channel: values between two processes, small ones inline, large ones through blocks.
 
 Rules of this file:
-- One message is one packet of a Unix socket. It carries parts (a pickle and its buffers), and what became of blocks.
+- One message is one packet of a Unix socket. It carries parts (a pickle and its buffers), what became of blocks, and a serial
+  number: an answer has that of its call, so that one nobody waited for is never taken for another's.
 - A peer that went away is `ChannelClosed`; nothing else is assumed about it.
 """
 
@@ -25,9 +26,10 @@ PACKET_BYTES = 128 << 10
 _ONE_FD = socket.CMSG_SPACE(4)
 # Plain numbers: an enum's `|` costs as much as the system call.
 _QUIETLY = int(socket.MSG_NOSIGNAL)
+_CLOSED_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 _CUT_SHORT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
-#: kind, inline parts, unused blocks, dropped blocks, block (0: inline), the block's size if it is new
-_HEADER = struct.Struct("<BxHHHIQ")
+#: kind, inline parts, unused blocks, dropped blocks, serial, block (0: inline), the block's size if it is new
+_HEADER = struct.Struct("<BxHHHIIQ")
 _NUMBER = struct.Struct("<I")
 
 
@@ -55,12 +57,7 @@ class Channel:
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def send(self, kind: int, parts: Sequence[memoryview]) -> None:
-        unused, self._borrowed.unused = self._borrowed.unused, []
-        if len(parts) == 1 and parts[0].nbytes <= INLINE_BYTES and not unused and not self._lent.dropped:
-            # Most messages: nothing but a small pickle.
-            self._put([_HEADER.pack(kind, 1, 0, 0, 0, 0), _NUMBER.pack(parts[0].nbytes), parts[0]])
-            return
+    def send(self, kind: int, parts: Sequence[memoryview], serial: int = 0) -> None:
         number = size = 0
         ancillary: list[tuple[int, int, bytes]] = []
         if sum(part.nbytes for part in parts) > INLINE_BYTES or len(parts) > INLINE_PARTS:
@@ -70,34 +67,34 @@ class Channel:
                 size = block.size
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [block.fd]).tobytes())]
             parts = ()
+        unused, self._borrowed.unused = self._borrowed.unused, []
         dropped, self._lent.dropped = self._lent.dropped, []
-        pieces: list[bytes | memoryview] = [
-            _HEADER.pack(kind, len(parts), len(unused), len(dropped), number, size)
-        ]
-        pieces += [_NUMBER.pack(n) for n in (*unused, *dropped, *(part.nbytes for part in parts))]
-        pieces += parts
-        self._put(pieces, ancillary)
-
-    def _put(
-        self, pieces: Sequence[bytes | memoryview], ancillary: Sequence[tuple[int, int, bytes]] = ()
-    ) -> None:
+        numbers = (*unused, *dropped, *(part.nbytes for part in parts))
+        # In one piece: the kernel takes about a thousand, and there may be more parts than that.
+        packet = b"".join(
+            (
+                _HEADER.pack(kind, len(parts), len(unused), len(dropped), serial, number, size),
+                struct.pack(f"<{len(numbers)}I", *numbers),
+                *parts,
+            )
+        )
         try:
-            self.socket.sendmsg(pieces, ancillary, _QUIETLY)
+            self.socket.sendmsg([packet], ancillary, _QUIETLY)
         except (BrokenPipeError, ConnectionResetError) as e:
             raise ChannelClosed from e
 
-    def receive(self) -> tuple[int, list[memoryview]]:
-        """Waits. The parts are writable and belong to the receiver."""
+    def receive(self) -> tuple[int, int, list[memoryview]]:
+        """Waits. Kind, serial and parts; the parts are writable and belong to the receiver."""
         try:
-            packet, ancillary, flags, _ = self.socket.recvmsg(PACKET_BYTES, _ONE_FD)
+            packet, ancillary, flags, _ = self.socket.recvmsg(PACKET_BYTES, _ONE_FD, _CLOSED_ON_EXEC)
         except ConnectionResetError as e:
             raise ChannelClosed from e
         if len(packet) < _HEADER.size or flags & _CUT_SHORT:
             raise ChannelClosed
-        kind, inline, unused, dropped, number, size = _HEADER.unpack_from(packet)
+        kind, inline, unused, dropped, serial, number, size = _HEADER.unpack_from(packet)
         at = _HEADER.size
         if inline == 1 and not unused and not dropped:
-            return kind, [memoryview(packet)[at + _NUMBER.size :]]  # a pickle alone: never written to
+            return kind, serial, [memoryview(bytearray(packet))[at + _NUMBER.size :]]  # most messages
         numbers = struct.unpack_from(f"<{unused + dropped + inline}I", packet, at)
         at += _NUMBER.size * len(numbers)
         if unused:
@@ -115,7 +112,7 @@ class Channel:
             for length in numbers[unused + dropped :]:
                 views.append(memoryview(bytearray(packet[at : at + length])))
                 at += length
-        return kind, views
+        return kind, serial, views
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -139,7 +136,7 @@ def send_with_fds(sock: socket.socket, message: bytes, fds: list[int]) -> None:
 def receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
     """An empty message when the other side is gone."""
     try:
-        message, ancillary, flags, _ = sock.recvmsg(4096, socket.CMSG_SPACE(4 * 16))
+        message, ancillary, flags, _ = sock.recvmsg(4096, socket.CMSG_SPACE(4 * 16), _CLOSED_ON_EXEC)
     except ConnectionResetError:
         return b"", []
     fds = array.array("i")
@@ -147,8 +144,6 @@ def receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     found = list(fds)
-    for fd in found:
-        os.set_inheritable(fd, False)
     if flags & _CUT_SHORT:
         for fd in found:
             os.close(fd)

@@ -3,7 +3,8 @@
 Rules of this file:
 - One call at a time per worker; what the worker prints is shown by whoever waits for the answer.
 - An answer that arrived counts, even if the worker died right after it. A worker that died without one is `WorkerLost`.
-- Ctrl-C interrupts the call in the worker; a second one ends the worker.
+- Ctrl-C interrupts the call in the worker; a second one ends the worker. Any other exception that a call is left by (a signal
+  handler's, a closed standard output's) interrupts it too, and its answer is nobody's: answers are matched with calls.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import hashlib
 import json
 import mmap
 import os
-import pickle
 import select
 import socket
 import sys
@@ -34,13 +34,14 @@ from sublet.hosting.channel import Channel, ChannelClosed, look_briefly, pair, r
 from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.pickling import unpack, unpack_whole
 from sublet.hosting.processes import ended
-from sublet.hosting.shipping import Shipped
+from sublet.hosting.shipping import UNSENDABLE, Parcel, Shipped
 from sublet.hosting.zygote import reachable
 from sublet.ports.worker import Call
 
 START_SECONDS = 60.0
 END_WAIT_US = 2_000_000
 EXPLAIN_AFTER_SECONDS = 1.0
+OBEY_MS = 1000
 
 
 class RemoteTraceback(Exception):
@@ -52,6 +53,12 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"in the leased worker:\n{self.text.rstrip()}"
+
+
+class NotServed(Misconfigured):
+    """No worker could be forked."""
+
+    remedy = "see zygote.log in SUBLET_HOME"
 
 
 class LocalWorkers:
@@ -80,7 +87,10 @@ class LocalWorkers:
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
 
     def start(self) -> LocalWorker:
-        return LocalWorker(self._ask, self._host)
+        try:
+            return LocalWorker(self._ask, self._host)
+        except NotServed:  # by a zygote that was just leaving, perhaps: the next one will
+            return LocalWorker(self._ask, self._host)
 
     def warm(self) -> None:
         """Start the zygote if there is none, and wait until it serves."""
@@ -88,7 +98,10 @@ class LocalWorkers:
 
     def _ask(self, fds: list[int]) -> None:
         with self._connect() as sock:
-            send_with_fds(sock, b"worker", fds)
+            try:
+                send_with_fds(sock, b"worker", fds)
+            except ConnectionError as e:
+                raise NotServed("the zygote left") from e
 
     def _connect(self) -> socket.socket:
         began = time.monotonic()
@@ -151,18 +164,21 @@ class _Pipe:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def relay(self) -> None:
-        """Everything that is there now."""
-        shown = False
+    def relay(self) -> bool:
+        """Everything that is there now; whether there can be more."""
+        shown, more = False, False
         stream = self._stream()
-        with contextlib.suppress(BlockingIOError):
+        try:
             while chunk := os.read(self.fd, 65536):
                 text = self._decoder.decode(chunk)
                 if text and stream is not None:
                     stream.write(text)
                     shown = True
+        except BlockingIOError:
+            more = True
         if shown and stream is not None:
             stream.flush()
+        return more
 
 
 class LocalWorker:
@@ -179,6 +195,12 @@ class LocalWorker:
         theirs = [control_there.fileno(), call_there.fileno(), out_there, err_there, page_fd]
         try:
             ask(theirs)
+        except BaseException:
+            control.close()
+            call.close()
+            os.close(out)
+            os.close(err)
+            raise
         finally:
             control_there.close()
             call_there.close()
@@ -190,14 +212,20 @@ class LocalWorker:
         self._err = _Pipe(err, lambda: sys.stderr)
         self._shipped = Shipped()
         self._lock = threading.Lock()
+        self._over = False  # told to end; nothing is of use any more
+        self._serial = 0
         self._pid = os.getpid()
         self._ending = ""
+        self._supervisor_fd = -1
         control.settimeout(START_SECONDS)
-        hello, _ = receive_with_fds(control)
-        control.settimeout(None)
+        try:
+            hello, _ = receive_with_fds(control)
+        except TimeoutError:
+            hello = b""
         if not hello:
             self._close()
-            raise Misconfigured("no worker could be forked", remedy="see zygote.log in SUBLET_HOME")
+            raise NotServed
+        control.settimeout(None)
         facts = json.loads(hello)
         self._holder = Holder(host=host, pid=facts["pid"], started=facts["started"])
         self._supervisor_fd = os.pidfd_open(facts["pid"])
@@ -218,7 +246,7 @@ class LocalWorker:
 
     @property
     def ending(self) -> str:
-        if not self._ending and ended(self._supervisor_fd, 0):
+        if not self._ending and self._supervisor_fd >= 0 and ended(self._supervisor_fd, 0):
             self._ending = self._why()
         return self._ending
 
@@ -246,8 +274,8 @@ class LocalWorker:
         if self._pid != os.getpid():
             return
         self._order({"end": why})
-        if ended(self._supervisor_fd, END_WAIT_US) and not self._ending:
-            self._ending = why
+        if self._supervisor_fd >= 0 and ended(self._supervisor_fd, END_WAIT_US):
+            self._ending = self._ending or why
         self._close()
 
     def _order(self, order: dict[str, Any]) -> None:
@@ -255,97 +283,131 @@ class LocalWorker:
             self._control.send(json.dumps(order).encode(), socket.MSG_NOSIGNAL)
 
     def _close(self) -> None:
+        self._over = True
         if self._lock.acquire(timeout=0.1):
             try:
-                self._channel.close()
-                self._control.close()
-                for pipe in (self._out, self._err):
-                    if pipe.fd >= 0:
-                        os.close(pipe.fd)
-                        pipe.fd = -1
+                self._let_go()
             finally:
                 self._lock.release()
+
+    def _let_go(self) -> None:
+        """Called with the lock held, by whoever has it when all is over."""
+        self._channel.close()
+        self._control.close()
+        for pipe in (self._out, self._err):
+            if pipe.fd >= 0:
+                with contextlib.suppress(Exception):
+                    pipe.relay()  # what it said last
+                os.close(pipe.fd)
+                pipe.fd = -1
+        if self._ending and self._supervisor_fd >= 0:
+            fd, self._supervisor_fd = self._supervisor_fd, -1
+            os.close(fd)
 
     # the caller's side
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        kind, value = self._trip(function, (tuple(args), dict(kwargs)), several=False)
-        if kind != worker.RESULT:
+        fine, value = self._trip(function, (tuple(args), dict(kwargs)), several=False)
+        if not fine:
             raise _revived(value)
         return value
 
     def call_many(self, function: Callable[..., Any], calls: Sequence[Call]) -> list[tuple[bool, Any]]:
-        kind, value = self._trip(function, [(tuple(a), dict(k)) for a, k in calls], several=True)
-        if kind != worker.RESULT:
+        fine, value = self._trip(function, [(tuple(a), dict(k)) for a, k in calls], several=True)
+        if not fine:
             raise _revived(value)
-        return [(fine, result if fine else _revived(result)) for fine, result in value]
+        return [(well, result if well else _revived(result)) for well, result in value]
 
-    def _trip(self, function: Callable[..., Any], values: Any, *, several: bool) -> tuple[int, Any]:
+    def _trip(self, function: Callable[..., Any], values: Any, *, several: bool) -> tuple[bool, Any]:
         if self._pid != os.getpid():
             raise WorkerLost("this worker belongs to the parent process")
         with self._lock:
-            if self._ending or self._channel.fileno() < 0:
-                raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
-            self._send(function, values, several)
-            look_briefly(self._poller)
-            kind, value = self._await()
-            if kind == worker.NOT_UNDERSTOOD:
-                self._shipped = Shipped()  # what of it arrived is unknown: send everything again
-            return kind, value
+            try:
+                if self._ending or self._channel.fileno() < 0:
+                    raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
+                self._serial += 1
+                parcel = self._send(function, values, several)
+                look_briefly(self._poller)
+                kind, value = self._await(parcel)
+                return kind == worker.RESULT, value
+            finally:
+                if self._over:
+                    self._let_go()
 
-    def _send(self, function: Callable[..., Any], values: Any, several: bool) -> None:
+    def _send(self, function: Callable[..., Any], values: Any, several: bool) -> Parcel:
         try:
-            self._channel.send(worker.CALL, self._shipped.parcel(function, values, several))
+            parcel = self._shipped.parcel(function, values, several)
+            self._channel.send(worker.CALL, parcel.packed, self._serial)
+            parcel.packed = []
+            return parcel
         except ChannelClosed:
             raise self._lost(begun=False) from None
         except SubletError:
             raise
-        except (
-            TypeError,
-            AttributeError,
-            ValueError,
-            ImportError,
-            RecursionError,
-            pickle.PicklingError,
-        ) as e:
+        except UNSENDABLE as e:
             raise BadInput(
                 f"this cannot be sent to the worker: {e}",
                 remedy="make it inside the function, or pass what it is made from",
             ) from e
 
-    def _await(self) -> tuple[int, Any]:
-        interrupted = False
+    def _await(self, parcel: Parcel) -> tuple[int, Any]:
+        interrupted = arrived = obeyed = False
         while True:
             try:
-                fds = [fd for fd, _ in self._poller.poll()]
-                if self._out.fd in fds:
-                    self._out.relay()
-                if self._err.fd in fds:
-                    self._err.relay()
+                fds = {fd for fd, _ in self._poller.poll()}
+                for pipe in (self._out, self._err):
+                    if pipe.fd in fds and not pipe.relay():
+                        self._poller.unregister(pipe.fd)
                 if self._channel.fileno() in fds:
-                    kind, parts = self._channel.receive()
-                    value = unpack(parts)
+                    arrived = True
+                    kind, serial, parts = self._channel.receive()
+                    arrived = serial == self._serial
+                    if arrived:
+                        if kind != worker.NOT_BEGUN:
+                            self._shipped.took(parcel)
+                        if not interrupted:
+                            return kind, unpack(parts)
+                        if not obeyed:
+                            self._obeyed(OBEY_MS)
+                        raise KeyboardInterrupt
                     del parts
-                    if interrupted:
-                        raise _Interrupted
-                    return kind, value
-                if self._control.fileno() in fds:
-                    raise self._lost()
+                elif self._control.fileno() in fds:
+                    obeyed = self._obeyed(0)
+                    if not obeyed:
+                        raise self._lost()
             except ChannelClosed:
                 raise self._lost() from None
-            except _Interrupted:
-                raise KeyboardInterrupt from None
+            except WorkerLost:
+                raise
             except KeyboardInterrupt:
+                if arrived:
+                    raise
                 if interrupted:
                     self._order({"end": "interrupted twice"})
                     raise
                 interrupted = True
-                self._order({"interrupt": True})
+                self._order({"interrupt": True, "answer": True})
+            except BaseException:
+                if not arrived:
+                    self._order({"interrupt": True, "answer": True})
+                    self._obeyed(OBEY_MS)
+                raise
+
+    def _obeyed(self, wait_ms: int) -> bool:
+        """The supervisor has sent the interrupt, so that it cannot hit a later call. False: it said something else, or nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            poller = select.poll()
+            poller.register(self._control.fileno(), select.POLLIN)
+            if poller.poll(wait_ms) and b'"obeyed"' in self._control.recv(4096, socket.MSG_PEEK):
+                self._control.recv(4096)
+                return True
+        return False
 
     def _lost(self, *, begun: bool = True) -> WorkerLost:
-        ended(self._supervisor_fd, END_WAIT_US)
+        if self._supervisor_fd >= 0:
+            ended(self._supervisor_fd, END_WAIT_US)
         for pipe in (self._out, self._err):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 pipe.relay()
         self._ending = self._ending or self._why()
         return WorkerLost(f"the worker ended: {self._ending}", begun=begun)
@@ -369,10 +431,6 @@ class LocalWorker:
         if status < 0:
             return f"it was killed by signal {-status}"
         return f"it exited with code {status}"
-
-
-class _Interrupted(BaseException):
-    """The user's interrupt, once the worker has answered to it."""
 
 
 def _revived(failure: worker.Failure) -> BaseException:

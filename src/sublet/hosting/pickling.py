@@ -5,6 +5,7 @@ Rules of this file:
   share it on the other side.
 - Functions and classes of `__main__` travel by value, bound to the other side's `__main__`. The globals they read travel apart
   (`hosting/shipping.py`), so that a state kept there in a global is not overwritten by every call.
+- A class belongs to the process that defined it. When it comes home it is itself again, and keeps what was stored in it meanwhile.
 - Both ends run the same user's code. This is no way to read what a stranger wrote.
 """
 
@@ -14,6 +15,7 @@ import functools
 import io
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -111,13 +113,35 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 maker, made_of, (state, slots), *rest = reduced
                 return (maker, made_of, (state, {**slots, "__globals__": {}}), *rest)
             return reduced
+        if kind is FunctionType and value.__name__ == "_rebuild_tensor_v3":
+            return _rebuild_new_dtypes, ()
+        if isinstance(value, type):
+            reduced = super().reducer_override(value)
+            if reduced is not NotImplemented and len(reduced) == 6:
+                maker, made_of, state, _, _, setter = reduced
+                if value not in _arrived:
+                    _ours.add(value)
+                return maker, made_of, (setter, state), None, None, _fill
+            return reduced
         if kind is _CACHED and value.__module__ == "__main__":
             return _cached, (value.__wrapped__, value.cache_parameters())
-        if kind.__module__.startswith("torch"):
+        if kind.__module__ in ("torch", "torch.storage"):
             reduced = _reduce_torch(value)
             if reduced is not None:
                 return reduced
         return super().reducer_override(value)
+
+
+#: Classes that travel by value: those defined here that have been sent, and those that came from elsewhere.
+_ours: weakref.WeakSet[type] = weakref.WeakSet()
+_arrived: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _fill(made: type, filling: tuple[Callable[[type, Any], None], Any]) -> None:
+    setter, state = filling
+    if made not in _ours:
+        _arrived.add(made)
+        setter(made, state)
 
 
 _CACHED = type(functools.lru_cache(lambda: None))
@@ -154,6 +178,16 @@ def _untyped(memory: Any) -> Any:
     if not len(memory):
         return torch.UntypedStorage(0)
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _rebuild_new_dtypes() -> Callable[..., Any]:
+    """torch's own maker of tensors of its newer dtypes (float8, uint16), which wants its storage as `torch.load` gives it."""
+    torch = _torch()
+
+    def rebuild(untyped: Any, *rest: Any) -> Any:
+        return torch._utils._rebuild_tensor_v3(_typed(untyped, torch.uint8), *rest)
+
+    return rebuild
 
 
 def _torch() -> Any:

@@ -30,11 +30,13 @@ from sublet.hosting.processes import end_children, ended, read_stat
 #: At the deadline the grace is over. This is for a last line in a log.
 TERM_WAIT_US = 30_000
 KILL_WAIT_US = 5_000_000
-#: The supervisor acts a little before the deadline, and the kernel's timer ends it a little after: one that is well has the time
-#: to finish and to say how it went, one that is not has no more than that. The slice is nobody else's before the warden has seen
-#: everything gone, so the moment costs nobody anything.
-EARLY_US = 20_000
-BACKSTOP_US = 200_000
+#: The supervisor acts a moment after the deadline, when the ledger agrees that the lease is over, and the kernel's timer ends it a
+#: little later: one that is well has the time to finish and to say how it went, one that is not has no more than that. The slice
+#: is nobody else's before the warden has seen everything gone, so these moments cost nobody anything.
+LATE_US = 10_000
+BACKSTOP_US = 250_000
+#: A lease may be longer than poll() can wait.
+POLL_MOST_MS = 3_600_000
 _SCM_CREDENTIALS = 2
 _CREDENTIALS = struct.Struct("iII")
 
@@ -83,7 +85,14 @@ def contain(serve: Serve) -> Inmate:
         _inmate(supervisor, group, namespaces, here, there, serve)
     there.close()
     first_fd = os.pidfd_open(first)
-    pid = _hear_pid(here)
+    try:
+        pid = _hear_pid(here)
+    except OSError:
+        if group is not None:
+            group.kill()
+            group.emptied(KILL_WAIT_US)
+            group.remove()
+        raise
     return Inmate(pid, os.pidfd_open(pid), first, first_fd, here, group, ", ".join(used))
 
 
@@ -182,10 +191,10 @@ class Supervisor:
             pause = None
             if self._deadline_us is not None:
                 now = _now_us()
-                act_at = self._deadline_us - EARLY_US - TERM_WAIT_US
+                act_at = self._deadline_us + LATE_US
                 if now >= act_at:
                     return "its lease ran out"
-                pause = (act_at - now + 999) // 1000
+                pause = min(POLL_MOST_MS, (act_at - now + 999) // 1000)
             for fd, _ in poller.poll(pause):
                 if fd == self._inmate.first_fd:
                     return ""
@@ -264,15 +273,24 @@ def spare(
     """Runs in a fork of the zygote: make a worker, wait until somebody wants it, supervise it."""
 
     def serve_fds(fds: list[int]) -> NoReturn:
+        assignments.close()  # the zygote is none of the user's business
         serve(*fds)
 
     inmate = contain(serve_fds)
-    assignments.send(json.dumps({"ready": inmate.containment}).encode())
-    message, fds = receive_with_fds(assignments)
+    # A zygote that is gone already is seen below, where the worker is ended.
+    with contextlib.suppress(OSError):
+        assignments.send(json.dumps({"ready": inmate.containment}).encode())
+    poller = select.poll()
+    for waited in (assignments.fileno(), inmate.first_fd):
+        poller.register(waited, select.POLLIN)
+    poller.poll()
+    # A worker that died while it waited is nobody's: whoever asked is given another.
+    message, fds = (b"", []) if ended(inmate.first_fd, 0) else receive_with_fds(assignments)
     if not message:
         if inmate.group is not None:
             inmate.group.kill()
-        signal.pidfd_send_signal(inmate.first_fd, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(inmate.first_fd, signal.SIGKILL)
         ended(inmate.first_fd, KILL_WAIT_US)
         if inmate.group is not None:
             inmate.group.emptied(KILL_WAIT_US)

@@ -3,7 +3,9 @@
 Rules of this file:
 - It does one thing at a time: take a message, run it, answer. Output goes through pipes as it is written; the answer is sent
   after the output it belongs to.
-- SIGTERM ends the code that runs by an exception, so that its `finally` blocks see it; SIGINT is the user's own interrupt.
+- SIGTERM ends the code that runs by an exception, so that its `finally` blocks see it; SIGINT is the user's own interrupt, and
+  counts only while the user's code runs.
+- A child that the user's code forks is not the worker: it answers nothing, and ends where it would have come back.
 - It knows the lease it works under (`sublet.inside`), not the ledger: no address, no token, no secret is in here.
 """
 
@@ -27,9 +29,10 @@ from typing import Any, NoReturn
 
 from sublet import inside
 from sublet.hosting.channel import Channel, ChannelClosed, look_briefly
-from sublet.hosting.pickling import main_globals, pack, pack_whole, unpack, unpack_whole
+from sublet.hosting.pickling import Pickled, main_globals, pack, pack_whole, unpack, unpack_whole
 
-CALL, RESULT, RAISED, NOT_UNDERSTOOD = 1, 2, 3, 4
+#: NOT_BEGUN: what the call needs could not be unpacked here; it is to be sent again.
+CALL, RESULT, RAISED, NOT_BEGUN = 1, 2, 3, 4
 _libc = ctypes.CDLL(None)
 
 
@@ -60,6 +63,8 @@ class Failure:
 
 
 _page: mmap.mmap | None = None
+#: What SIGINT does while user code runs. Between calls it is ignored: it was meant for one that is over.
+_on_interrupt: Any = signal.default_int_handler
 
 
 def move_in(terms: Terms) -> int:
@@ -90,11 +95,13 @@ def serve(call_fd: int, out_fd: int, err_fd: int, page_fd: int) -> NoReturn:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     _page = mmap.mmap(page_fd, inside.PAGE_BYTES)
     os.close(page_fd)
     sys.modules["__main__"] = types.ModuleType("__main__")
     signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.register_at_fork(after_in_child=_in_child)
     gc.unfreeze()
     channel = Channel(socket.socket(fileno=call_fd))
     code = 0
@@ -117,58 +124,109 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise Ending
 
 
+def _in_child() -> None:
+    """To a child of the user's, SIGTERM is what it is to any process: `Process.terminate()` must end it."""
+    if signal.getsignal(signal.SIGTERM) is _end:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _ignore_interrupts() -> None:
+    global _on_interrupt
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        _on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN) or signal.default_int_handler
+
+
 def _loop(channel: Channel) -> None:
     functions: dict[int, Callable[..., Any]] = {}
     poller = select.poll()
     poller.register(channel.fileno(), select.POLLIN)
     while True:
+        look_briefly(poller)  # for the next call of a loop
+        _, serial, parts = channel.receive()
         try:
-            look_briefly(poller)  # for the next call of a loop
-            parts = channel.receive()[1]
-        except KeyboardInterrupt:
-            continue  # meant for a call that is over
-        answer = NOT_UNDERSTOOD
-        try:
-            function, values, several = _understand(functions, parts)
-            answer = RAISED
-            packed = pack(_call(function, values, several))
-            answer = RESULT
-        except Ending:
-            raise
-        except BaseException as e:
-            packed = pack(_failure(e))
-        values = None
+            answer, packed = _answer(functions, parts)
+        except KeyboardInterrupt as e:  # another, while the first was being dealt with
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            answer, packed = RAISED, pack(_failure(e))
         _flush()
-        channel.send(answer, packed)
+        try:
+            channel.send(answer, packed, serial)
+        except (OSError, MemoryError) as e:  # no room for so large a value
+            channel.send(RAISED, pack(_failure(e)), serial)
         del packed
 
 
-def _understand(
+def _answer(functions: dict[int, Callable[..., Any]], parts: list[memoryview]) -> tuple[int, Pickled]:
+    worker = os.getpid()
+    failed = NOT_BEGUN
+    try:
+        try:
+            function, values, several = _prepare(functions, parts)
+            failed = RAISED
+            signal.signal(signal.SIGINT, _on_interrupt)
+            result = _call_many(function, values) if several else _call(function, values)
+            if os.getpid() == worker:
+                return RESULT, pack(result)
+        finally:
+            _ignore_interrupts()
+    except Ending:
+        raise
+    except BaseException as e:
+        _ignore_interrupts()  # it may have been one that came just before the line above
+        if os.getpid() == worker:
+            return failed, pack(_failure(e))
+        _leave(e)
+    return _leave(None)
+
+
+def _prepare(
     functions: dict[int, Callable[..., Any]], parts: list[memoryview]
 ) -> tuple[Callable[..., Any], Any, bool]:
-    """What is to be called, with what. Definitions come first: the values may be made of what they define."""
-    message = unpack(parts)
+    message = unpack(
+        parts
+    )  # with its values if they are plain; else they follow, made of what is defined here first
     for name, blob in message[1]:
-        if isinstance(name, int):
-            functions[name] = unpack_whole(blob)
+        space: dict[Any, Any] = functions if isinstance(name, int) else main_globals()
+        if blob:
+            space[name] = unpack_whole(blob)
         else:
-            main_globals()[name] = unpack_whole(blob)
+            space.pop(name, None)
     values = message[3] if len(message) == 4 else unpack(parts[1:])
     parts.clear()  # what the arguments lie in is free again when the function lets go of them
     return functions[message[0]], values, message[2]
 
 
-def _call(function: Callable[..., Any], values: Any, several: bool) -> Any:
-    if not several:
-        args, kwargs = values
-        return function(*args, **kwargs)
+def _call(function: Callable[..., Any], values: Any) -> Any:
+    args, kwargs = values
+    del values
+    return function(*args, **kwargs)
+
+
+def _call_many(function: Callable[..., Any], calls: Any) -> list[tuple[bool, Any]]:
+    worker = os.getpid()
     results: list[tuple[bool, Any]] = []
-    for args, kwargs in values:
+    for args, kwargs in calls:
         try:
             results.append((True, function(*args, **kwargs)))
         except Exception as e:
             results.append((False, _failure(e)))
+        if os.getpid() != worker:
+            break
     return results
+
+
+def _leave(error: BaseException | None) -> NoReturn:
+    """The end of a forked child whose code came back, by a return or by an exception."""
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    _flush()
+    os._exit(code & 0xFF)
 
 
 def _failure(error: BaseException) -> Failure:
@@ -181,13 +239,20 @@ def _failure(error: BaseException) -> Failure:
     try:
         pickled = pack_whole(error)
         unpack_whole(pickled)
+    except Ending:
+        raise
     except BaseException:
         pickled = b""
-    return Failure(pickled, type(error).__name__, str(error)[:10_000], text)
+    try:
+        message = str(error)[:10_000]
+    except Exception:
+        message = "its message cannot be shown"
+    return Failure(pickled, type(error).__name__, message, text)
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError):
-            stream.flush()
+    # Ours too when the user's code put others in their place. Those may be anything.
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
     _libc.fflush(None)  # what C code printed

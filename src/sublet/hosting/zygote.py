@@ -50,12 +50,14 @@ def reachable(folder: Path, name: str) -> Iterator[str]:
 
 
 class Zygote:
-    def __init__(self, folder: Path, name: str, idle_exit: float) -> None:
+    def __init__(self, folder: Path, name: str, idle_exit: float, lock: int) -> None:
         self._folder, self._name = folder, name
+        self._lock = lock
         self._idle_exit = idle_exit
         self._supervisors: set[int] = set()
         self._spare: socket.socket | None = None
         self._spare_pid = 0
+        self._in_hand: list[int] = []  # descriptors of the request being answered
         self._spare_at: float | None = 0.0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with contextlib.suppress(FileNotFoundError), reachable(folder, name) as path:
@@ -78,7 +80,7 @@ class Zygote:
             now = time.monotonic()
             if self._spare is None and self._spare_at is not None and now >= self._spare_at:
                 self._make_spare()
-            if self._supervisors - {self._spare_pid}:
+            if self._supervisors - ({self._spare_pid} if self._spare is not None else set()):
                 wanted_at = now
             elif now - wanted_at > self._idle_exit:
                 return
@@ -108,7 +110,9 @@ class Zygote:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 self._listener.close()
                 here.close()
-                for fd in (self._wake_read, self._wake_write):
+                # The lock too: a zygote that was killed must not seem to live on in its workers.
+                # What a request brought is for the worker it is handed to, and comes by that way.
+                for fd in (self._wake_read, self._wake_write, self._lock, *self._in_hand):
                     os.close(fd)
                 os.setsid()
                 spare(there, self._folder, serve)
@@ -131,8 +135,10 @@ class Zygote:
                 message, fds = receive_with_fds(asker)
                 try:
                     if message and uid == os.getuid() and len(fds) == 5:
+                        self._in_hand = [asker.fileno(), *fds]
                         self._hand_over(pid, fds)
                 finally:
+                    self._in_hand = []
                     for fd in fds:
                         os.close(fd)
 
@@ -155,8 +161,6 @@ class Zygote:
                 if pid == 0:
                     break
                 self._supervisors.discard(pid)
-        if not self._supervisors:
-            return
         for orphan in children_of(os.getpid(), all_stats()):
             if orphan.pid not in self._supervisors:
                 with contextlib.suppress(ProcessLookupError):
@@ -185,7 +189,7 @@ def main() -> int:
     containment.namespaces_work()
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page it touches
-    Zygote(wanted.folder, wanted.name, wanted.idle_exit).run()
+    Zygote(wanted.folder, wanted.name, wanted.idle_exit, lock).run()
     return 0
 
 

@@ -271,6 +271,9 @@ def end(tx: Tx, lease_id: str, epoch: int, reason: EndReason, detail: str) -> bo
     lease = lease_of(row)
     if lease.epoch != epoch or (lease.state not in HOLDING and lease.state is not LeaseState.WAITING):
         return False
+    late = overdue(lease, tx.now)
+    if late is not None:  # it was over anyway: that is why the holder is gone
+        reason, detail = late, lease.detail if late is not EndReason.EXPIRED else "its ttl ran out"
     finish(tx, row, reason, detail, settled=False)
     return True
 

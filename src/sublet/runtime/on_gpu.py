@@ -10,6 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -119,8 +120,14 @@ class OnGpu(Generic[P, R]):
         ticket = _Ticket((args, kwargs))
         self._waiting.append(ticket)
         # Whoever gets in first takes along those who wait behind.
-        while ticket.outcome is None:
-            self._warmed().use(ttl_us, self._serve_waiting)
+        try:
+            while ticket.outcome is None:
+                self._warmed().use(ttl_us, self._serve_waiting)
+        except BaseException:
+            # Its caller was told that it did not happen: nobody may take it along later.
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(ticket)
+            raise
         fine, value = ticket.outcome
         if not fine:
             raise value

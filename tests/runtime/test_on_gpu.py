@@ -1,0 +1,36 @@
+"""Calls that share a trip: one whose caller was told that it did not happen does not happen later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sublet.core.errors import Refused
+from sublet.runtime.on_gpu import OnGpu, Warm
+
+
+class OneLease:
+    """Runs the calls here."""
+
+    status = "active"
+
+    def run_many(self, function: Any, calls: list[Any]) -> list[tuple[bool, Any]]:
+        return [(True, function(*args, **kwargs)) for args, kwargs in calls]
+
+
+def test_a_refused_call_is_not_taken_along_by_the_next() -> None:
+    refusals = [Refused("full")]
+    ran: list[int] = []
+
+    def acquire(ttl_us: int) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return OneLease()
+
+    warm = Warm(acquire)
+    work = OnGpu(ran.append, lambda: warm, lambda *_: 1, batch=4)
+    with pytest.raises(Refused):
+        work(1)
+    work(2)
+    assert ran == [2]
