@@ -37,7 +37,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/lint-imports --no-cache | tail -3
 
 test: $(VENV)/.dev lint ## everything that must hold, in a few minutes
-	@$(BIN)/pytest
+	@$(BIN)/python -m tests.side_by_side
 
 docs: $(VENV)/.dev ## write the generated reference pages anew
 	@$(BIN)/python docs/generate.py

@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     "gpu": "sublet.borrowing",
     "on_gpu": "sublet.borrowing",
+    "checkpoints": "sublet.wiring",
+    "ReplicaPolicy": "sublet.core.checkpoint",
     "Lease": "sublet.runtime.holding",
     "Notice": "sublet.core.notice",
     **dict.fromkeys(("u32", "u64", "i32", "i64", "f32", "f64"), "sublet.core.kernel"),
@@ -20,6 +22,7 @@ _HOME = {
         [
             "BadInput",
             "CallFailed",
+            "Damaged",
             "Disconnected",
             "DeviceFault",
             "EffectBusy",
@@ -35,11 +38,13 @@ _HOME = {
             "NoCapacity",
             "NotDurable",
             "NotFound",
+            "QuorumNotReached",
             "QuotaReached",
             "Refused",
             "SchemaMismatch",
             "Stale",
             "SubletError",
+            "Unsavable",
             "WaitlistFull",
             "WaitTimedOut",
             "WorkerLost",
@@ -50,12 +55,28 @@ _HOME = {
 
 if TYPE_CHECKING:
     from sublet.borrowing import gpu, on_gpu
+    from sublet.core.checkpoint import ReplicaPolicy
     from sublet.core.errors import *  # noqa: F403
     from sublet.core.kernel import f32, f64, i32, i64, u32, u64
     from sublet.core.notice import Notice
     from sublet.runtime.holding import Lease
+    from sublet.wiring import checkpoints
 
-__all__ = ["Lease", "Notice", "__version__", "f32", "f64", "gpu", "i32", "i64", "on_gpu", "u32", "u64"]
+__all__ = [
+    "Lease",
+    "Notice",
+    "ReplicaPolicy",
+    "__version__",
+    "checkpoints",
+    "f32",
+    "f64",
+    "gpu",
+    "i32",
+    "i64",
+    "on_gpu",
+    "u32",
+    "u64",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sublet.core.checkpoint import ReplicaPolicy
 from sublet.core.device import Device
 from sublet.core.errors import DeviceFault, Misconfigured, SubletError, WardenRunning
 from sublet.drivers.opening import Opening, installed_drivers, open_device
@@ -38,7 +39,10 @@ from sublet.runtime.holding import Lease
 from sublet.runtime.keeper import Keeper
 from sublet.runtime.teardown import DeviceMemory
 from sublet.runtime.warden import Warden
-from sublet.settings import Settings
+from sublet.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from sublet.store.checkpoints import CheckpointStore
 
 CLOCK = HostClock()
 WARDEN_IDLE_EXIT_US = 60_000_000
@@ -120,6 +124,28 @@ def _installed(modules: str) -> str:
     """Those of them this Python has."""
     names = [name.strip() for name in modules.split(",") if name.strip()]
     return ",".join(name for name in names if find_spec(name.partition(".")[0]) is not None)
+
+
+def checkpoints(
+    *urls: str, policy: ReplicaPolicy | None = None, settings: Settings | None = None
+) -> CheckpointStore:
+    """The checkpoint store: `sublet.checkpoints()` from the settings, or of these replicas: `sublet.checkpoints("dir:/a", "dir:/b@rack2")`.
+
+    A save counts when a majority of the replicas, in distinct failure domains, has it durably. Folders on one disk are one domain
+    unless you say otherwise with '@'.
+    """
+    from sublet.store.checkpoints import CheckpointStore
+    from sublet.store.opening import open_replica
+    from sublet.store.replicas import Replicas
+
+    settings = settings or load_settings()
+    wanted = urls or tuple(filter(None, (part.strip() for part in settings["store"].split(","))))
+    replicas = [open_replica(url) for url in wanted]
+    if policy is None:
+        policy = ReplicaPolicy(replicas=len(replicas), domains=tuple(r.domain for r in replicas))
+    for replica in replicas:
+        replica.check()
+    return CheckpointStore(Replicas(replicas, policy), lambda: open_ledger(settings))
 
 
 def processes(settings: Settings) -> HostProcesses:

@@ -315,5 +315,5 @@ def test_help_and_import_load_no_heavy_module() -> None:
 def test_the_demo_proves_its_claim(home: Home) -> None:
     done = sublet(home, "demo", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("  yes") == 5
+    assert done.stdout.count("  yes") == 6
     assert "  NO" not in done.stdout

@@ -34,7 +34,7 @@ from tests.storms import hostile
 
 SESSIONS = int(os.environ.get("SUBLET_HOSTILE", "200"))
 SEED = int(os.environ.get("SUBLET_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
-AT_ONCE = 6
+AT_ONCE = 10
 MEMORY = 8 << 20
 
 pytestmark = [pytest.mark.storm, pytest.mark.timeout(SESSIONS * 3 + 180)]
@@ -71,10 +71,12 @@ def inhabitants(namespace: int) -> list[int]:
 def pieces_of(device_id: str) -> set[int]:
     """The device memory in use, piece by piece: a later session on the device has others."""
     found = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if memory_name(device_id) in os.readlink(link):
-                found.add(os.stat(link).st_ino)
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                link = f"/proc/{pid}/fd/{fd}"
+                if memory_name(device_id) in os.readlink(link):
+                    found.add(os.stat(link).st_ino)
     return found
 
 

@@ -44,6 +44,13 @@ class NotFound(BadInput):
     remedy = "list what exists with 'sublet ps', 'sublet gpus' or 'sublet tenant ls'"
 
 
+class CallFailed(BadInput):
+    """The function raised an exception in the leased worker that cannot be sent back as it was; the worker is still usable."""
+
+    code = "call_failed"
+    remedy = "its traceback is in the cause; correct the function and call again"
+
+
 class Misconfigured(SubletError):
     """The installation or its settings cannot work; nothing was changed."""
 
@@ -133,13 +140,6 @@ class WorkerLost(LeaseLost):
     def __init__(self, message: str = "", *, begun: bool = True, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.begun = begun  # False: the call never reached the worker, so repeating it is safe
-
-
-class CallFailed(SubletError):
-    """The function raised an exception in the leased worker that cannot be sent back as it was; the worker is still usable."""
-
-    code = "call_failed"
-    remedy = "its traceback is in the cause; correct the function and call again"
 
 
 class Stale(SubletError):

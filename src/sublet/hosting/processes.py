@@ -192,7 +192,9 @@ class HostProcesses:
         inside = {CGROUP} if group is not None else set()
 
         def receipt(proven: bool, ladder: str, pids: Iterable[int], detail: str = "") -> Receipt:
-            account = self._take_account(holder)
+            account = (
+                accounts.read(self._accounts, holder.pid, holder.started) if self._accounts is not None else {}
+            )
             if account.get("ended") and proven and ladder != "kill":
                 ladder = str(account["ladder"])  # the supervisor was quicker, and knows which rung it took
             return Receipt(
@@ -242,12 +244,9 @@ class HostProcesses:
             for fd in watched.values():
                 os.close(fd)
 
-    def _take_account(self, holder: Holder) -> dict[str, Any]:
-        if self._accounts is None:
-            return {}
-        account = accounts.read(self._accounts, holder.pid, holder.started)
-        accounts.remove(self._accounts, holder.pid, holder.started)
-        return account
+    def forget(self, holder: Holder) -> None:
+        if self._accounts is not None:
+            accounts.remove(self._accounts, holder.pid, holder.started)
 
     @staticmethod
     def _ladder(root: int, leader: int | None, watched: dict[int, int], term_wait_us: int) -> str:

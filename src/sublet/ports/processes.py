@@ -38,3 +38,6 @@ class Processes(Protocol):
 
     def end(self, holder: Holder, term_wait_us: int, also: Iterable[Holder] = ()) -> Receipt:
         """Called by the warden at a deadline: TERM, then KILL, for the process, all below it, and `also`; and wait."""
+
+    def forget(self, holder: Holder) -> None:
+        """Called when the Receipt is in the ledger: what was kept about the holder is of no use any more."""

@@ -302,6 +302,7 @@ class Warden:
             lease = settlement.lease
             self._ledger.end(lease.id, lease.epoch, reason=settlement.reason, detail=settlement.detail)
             self._ledger.settle(lease.id, lease.epoch, settlement.receipt)
+            self._processes.forget(lease.holder)
             with self._lock:
                 self._shared.unsettled.pop(lease.id, None)
                 # Forget what was known of it. If the row says otherwise by now (a waiter that died was granted meanwhile),
