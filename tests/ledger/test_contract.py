@@ -1475,3 +1475,16 @@ def test_a_closed_ledger_says_so(pool: Rig) -> None:
     with pytest.raises(SubletError) as raised:
         other.tenants()
     assert raised.value.code == "disconnected"
+
+
+def test_heads_are_listed_by_name(pool: Rig) -> None:
+    ada, bob = pool.ask(10), pool.ask(10, tenant="bob")
+    assert pool.ledger.heads() == []
+    pool.commit(ada, 1, job="zebra")
+    pool.commit(bob, 1, job="ant")
+    pool.commit(ada, 2, job="zebra", expected_version=1)
+    assert [(h.job, h.tenant, h.version) for h in pool.ledger.heads()] == [
+        ("ant", "bob", 1),
+        ("zebra", "ada", 2),
+    ]
+    assert [h.job for h in pool.ledger.heads(tenant="ada")] == ["zebra"]

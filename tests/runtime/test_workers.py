@@ -481,3 +481,13 @@ def test_in_ipython_the_user_s_own_process_is_never_the_holder(sqlite_home: Home
     assert said[:2] == ["elsewhere True True", "b'abcd'"], done.stdout + done.stderr
     assert said[2].startswith("GPU session ended (revoked: wanted)")
     assert said[3] == "[1, 2, 3] ended"
+
+
+def test_accounts_are_taken_away(sqlite_home: Home) -> None:
+    """Of a worker that had a lease, when it is settled; of one that never got one, none is kept."""
+    with sublet.gpu(vram="16GiB", ttl="30s", exclusivity="device", holder="worker") as lease:
+        assert len(list((sqlite_home.settings.home / "run").glob("worker-*.json"))) == 1
+        with pytest.raises(sublet.Refused):
+            sublet.gpu(vram="1GiB", ttl="30s", wait=0, holder="worker").acquire()
+    wait_until(lambda: settled(sqlite_home, lease.id))
+    wait_until(lambda: not list((sqlite_home.settings.home / "run").glob("worker-*")))

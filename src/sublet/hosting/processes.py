@@ -193,7 +193,9 @@ class HostProcesses:
 
         def receipt(proven: bool, ladder: str, pids: Iterable[int], detail: str = "") -> Receipt:
             account = (
-                accounts.read(self._accounts, holder.pid, holder.started) if self._accounts is not None else {}
+                accounts.read(self._accounts, holder.pid, holder.started)
+                if self._accounts is not None
+                else {}
             )
             if account.get("ended") and proven and ladder != "kill":
                 ladder = str(account["ladder"])  # the supervisor was quicker, and knows which rung it took

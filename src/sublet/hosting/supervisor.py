@@ -170,7 +170,6 @@ class Supervisor:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> NoReturn:
-        self._account(ended=False)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         why = "the process that asked for it is gone" if self._client_fd is None else self._watch()
@@ -213,7 +212,10 @@ class Supervisor:
 
     def _obey(self, order: dict[str, Any]) -> str:
         if "deadline_us" in order:
+            leased = self._deadline_us is not None
             self._deadline_us = int(order["deadline_us"])
+            if not leased:
+                self._account(ended=False)
             self._switch.arm(self._deadline_us + BACKSTOP_US)
         if order.get("interrupt"):
             with contextlib.suppress(ProcessLookupError):
@@ -253,6 +255,8 @@ class Supervisor:
         os._exit(0)
 
     def _account(self, **facts: Any) -> None:
+        if self._deadline_us is None:
+            return  # it never had a lease: nobody will come and ask
         facts["containment"] = self._inmate.containment
         accounts.keep(self._folder, os.getpid(), self.started, facts)
 

@@ -227,6 +227,9 @@ class SqlLedger:
     def head(self, job: str) -> Head | None:
         return self.engine.read(lambda tx: progress.load_head(tx, job))
 
+    def heads(self, *, tenant: str = "") -> list[Head]:
+        return self.engine.read(lambda tx: progress.load_heads(tx, tenant))
+
     def effect(self, key: str) -> Effect | None:
         return self.engine.read(lambda tx: progress.load_effect(tx, key))
 

@@ -41,6 +41,11 @@ def load_head(tx: Tx, job: str) -> Head | None:
     return head_of(row) if row else None
 
 
+def load_heads(tx: Tx, tenant: str) -> list[Head]:
+    where, params = ("WHERE tenant = ?", [tenant]) if tenant else ("", [])
+    return [head_of(row) for row in tx.rows(f"SELECT {HEAD_COLUMNS} FROM head {where} ORDER BY job", *params)]
+
+
 def load_effect(tx: Tx, key: str) -> Effect | None:
     row = tx.row(f"SELECT {EFFECT_COLUMNS} FROM effect WHERE key = ?", key)
     return effect_of(row) if row else None

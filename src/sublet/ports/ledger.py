@@ -184,6 +184,9 @@ class Ledger(Protocol):
         """The one commit point: fence, head, effect, journal, together or not at all."""
 
     def head(self, job: str) -> Head | None: ...
+    def heads(self, *, tenant: str = "") -> list[Head]:
+        """For listings and sweeps: every job that committed, by name."""
+
     def effect(self, key: str) -> Effect | None: ...
 
     # journal, meter, policy: called by listings, audits and operators
