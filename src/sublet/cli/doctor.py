@@ -15,6 +15,7 @@ from sublet.core.errors import BadInput, DeviceFault, Misconfigured, NotFound, R
 from sublet.core.values import format_size
 from sublet.drivers.opening import installed_drivers
 from sublet.drivers.selftest import Row, try_device
+from sublet.hosting import containment
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.settings import SPECS, Settings, load_settings
 from sublet.wiring import CLOCK, ensure_warden, find_host_devices, open_ledger, warden_state
@@ -49,6 +50,18 @@ def _check_python() -> Iterator[Check]:
         if hasattr(os, "pidfd_open") and sys.platform == "linux"
         else ("process watch", "fail", "no pidfd: leases can be held here only on Linux 5.3 or newer")
     )
+
+
+def _check_containment() -> Iterator[Check]:
+    found = containment.available()
+    if found == [containment.SUBREAPER]:
+        yield (
+            "containment",
+            "warn",
+            "subreaper only: no cgroup v2 to write in and no user namespaces; a hostile worker could leave a daemon behind",
+        )
+    else:
+        yield "containment", "ok", f"workers are contained by {' and '.join(found)}"
 
 
 def _write_through(ledger: Ledger, host: str) -> None:
@@ -165,7 +178,7 @@ def doctor(gpu: bool, device: str, force: bool, as_json: bool) -> None:
     values = [
         (s.variable, _shown(settings, s.name, s.secret), settings.origin(s.name), s.help) for s in SPECS
     ]
-    checks = [*_check_python(), *_check_ledger(settings)]
+    checks = [*_check_python(), *_check_containment(), *_check_ledger(settings)]
     if as_json:
         print_json(
             {

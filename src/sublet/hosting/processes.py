@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sublet.core.lease import Holder
 from sublet.failpoints import failpoint
