@@ -314,22 +314,25 @@ print("gone", flush=True)
 
 
 def reachable_by_all(command: list[str], folder: Path) -> list[str]:
-    """The same, run in a mount namespace where the interpreter's own folders can be entered by anybody."""
-    base = Path(sys.base_prefix).resolve()
-    hidden = [p for p in reversed([base, *base.parents]) if not p.stat().st_mode & 0o001]
+    """The same, run in a mount namespace where the interpreter's, its packages' and our own folders can be entered by anybody."""
+    wanted = sorted({Path(p).resolve() for p in (sys.base_prefix, sys.prefix, REPOSITORY)})
+    hidden = [
+        (place, next(p for p in reversed([place, *place.parents]) if not p.stat().st_mode & 0o001))
+        for place in wanted
+        if any(not p.stat().st_mode & 0o001 for p in [place, *place.parents])
+    ]
     if not hidden:
         return command
-    aside = folder / "aside"
-    aside.mkdir()
-    lines = [
-        "mount --make-rprivate /",
-        f"mount --bind {base} {aside}",
-        f"mount -t tmpfs -o mode=755 none {hidden[0]}",
-        f"mkdir -p -m 755 {base}",
-        f"mount --bind {aside} {base}",
-        'exec "$@"',
-    ]
-    return ["unshare", "-m", "/bin/sh", "-ec", "\n".join(lines), "sh", *command]
+    # Whoever lies inside another comes with it.
+    hidden = [(p, top) for p, top in hidden if not any(p != q and p.is_relative_to(q) for q, _ in hidden)]
+    lines = ["mount --make-rprivate /"]
+    for number, (place, _) in enumerate(hidden):
+        (folder / f"aside{number}").mkdir()
+        lines.append(f"mount --bind {place} {folder}/aside{number}")
+    lines += [f"mount -t tmpfs -o mode=755 none {top}" for top in sorted({top for _, top in hidden})]
+    for number, (place, _) in enumerate(hidden):
+        lines += [f"mkdir -p -m 755 {place}", f"mount --bind {folder}/aside{number} {place}"]
+    return ["unshare", "-m", "/bin/sh", "-ec", "\n".join([*lines, 'exec "$@"']), "sh", *command]
 
 
 def test_without_root() -> None:

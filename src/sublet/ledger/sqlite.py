@@ -395,10 +395,10 @@ class SqliteEngine:
 
 
 def schema_version(db: apsw.Connection) -> int:
-    found = db.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'meta'").fetchone()
-    if not found or not found[0]:
-        anything = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        if anything and anything[0]:
+    # One read: between two, another process may make the ledger.
+    names = [name for (name,) in db.execute("SELECT name FROM sqlite_schema")]
+    if "meta" not in names:
+        if names:
             raise SchemaMismatch(
                 "the file is a SQLite database, but not a ledger",
                 remedy="point SUBLET_LEDGER at another path",
@@ -431,23 +431,24 @@ def _apply(connection: _Connection, clock: Clock) -> list[str]:
     if found > migrations.newest("sqlite"):
         migrations.check_version("sqlite", found)
     done: list[str] = []
-    for step in migrations.migrations("sqlite"):
-        if step.number <= found:
-            continue
+    steps = [step for step in migrations.migrations("sqlite") if step.number > found]
+    # A new ledger appears whole: who opens it at the same time must not find it half-way and be told to migrate it.
+    for batch in [steps] if found == 0 else [[step] for step in steps]:
         db.execute("BEGIN IMMEDIATE")
         try:
-            db.execute(step.sql)
-            if step.number == 1:
-                _first_rows(db, clock)
-            db.execute(
-                "INSERT INTO meta VALUES ('schema_version', ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-                (str(step.number),),
-            )
+            for step in batch:
+                db.execute(step.sql)
+                if step.number == 1:
+                    _first_rows(db, clock)
+                db.execute(
+                    "INSERT INTO meta VALUES ('schema_version', ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                    (str(step.number),),
+                )
             db.execute("COMMIT")
         except BaseException:
             db.execute("ROLLBACK")
             raise
-        done.append(f"{step.number:04d} {step.name}")
+        done += [f"{step.number:04d} {step.name}" for step in batch]
     if done:
         connection.sync()
     return done
