@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sublet.core.errors import BadInput, Damaged
+from sublet.core.errors import BadInput, Damaged, InvariantBroken, Unsavable
 
 CHUNK_BYTES = 8 << 20
 #: Small storages share a chunk: hundreds of tiny writes cost more than they carry.
@@ -147,6 +147,21 @@ class Manifest:
         return tuple(sorted({c.pack for c in self.chunks}))
 
 
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """As it is stored. `Unsavable` if it could not be read again: a save that returned must be one that loads (C6)."""
+    data = manifest.to_bytes()
+    try:
+        again = read_manifest(data)
+    except Damaged as e:
+        raise Unsavable(
+            f"the state is too large, too deep or too long for a manifest: {e.message}",
+            remedy="put long lists of numbers into one array, and long texts into bytes",
+        ) from e
+    if again != manifest:
+        raise InvariantBroken("a manifest does not read back as what was written")
+    return data
+
+
 def read_manifest(data: bytes) -> Manifest:
     """`Damaged` unless everything in it is of the right type, in range, and inside what it claims to lie in."""
     if len(data) > MAX_MANIFEST_BYTES:
@@ -173,6 +188,8 @@ def _read(body: Any) -> Manifest:
         span = Span(_number(offset, size), _number(length, CHUNK_BYTES, least=1))
         if span.offset < end or span.end > size:
             raise Damaged("the manifest's chunks overlap, or lie outside the state")
+        if span.offset - end >= ALIGN:
+            raise Damaged("the manifest's chunks lie further apart than any this version writes")
         end = span.end
         place = _number(at, MAX_STATE_BYTES)
         chunks.append(ChunkEntry(span, _hex(digest), packs[_number(pack, len(packs) - 1)], place))
@@ -182,6 +199,8 @@ def _read(body: Any) -> Manifest:
         if span.end > size:
             raise Damaged("the manifest has a storage outside the state")
         storages.append(span)
+    if size - end >= ALIGN:
+        raise Damaged("the manifest claims a state larger than its chunks")
     _check_covered(storages, chunks)
     return Manifest(
         name=_text(body["name"]),
@@ -207,8 +226,11 @@ def _check_covered(storages: Sequence[Span], chunks: Sequence[ChunkEntry]) -> No
             runs[-1][1] = chunk.span.end
         else:
             runs.append([chunk.span.offset, chunk.span.end])
-    at = 0
+    at = end = 0
     for span in sorted((s for s in storages if s.size), key=lambda s: s.offset):
+        if span.offset < end:
+            raise Damaged("the manifest has storages that overlap")
+        end = span.end
         while at < len(runs) and runs[at][1] <= span.offset:
             at += 1
         if at == len(runs) or not (runs[at][0] <= span.offset and span.end <= runs[at][1]):

@@ -1,7 +1,7 @@
 """A replica: one copy of the checkpoint store.
 
 Rules of this port:
-- Bytes under a name never change: every write is create-only, and the same content again is fine (C2).
+- Bytes under a name never change: every write is create-only. The same content again is fine, other content is a failure (C2).
 - A put that returned survives the loss of power. One that raised may or may not have happened, and repeating it finds out.
 - A replica verifies nothing; whoever reads does, before a byte is used (C3).
 - Failures are `NotDurable` (a write) or `OSError` (a read) with the replica's own words; a missing object is not a failure of a read.

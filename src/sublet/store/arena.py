@@ -27,14 +27,16 @@ _PIECE = 1 << 20
 
 
 class Arena:
-    def __init__(self, size: int, fd: int = -1) -> None:
-        """A new one of zeros, or the one behind a descriptor that was given to us."""
+    def __init__(self, size: int, fd: int = -1, *, shared: bool = True) -> None:
+        """A new one of zeros, or the one behind a descriptor that was given to us. One that is not shared has no descriptor: what
+        becomes a loaded state's own memory must not be the memory of processes forked later too."""
         self.size = max(size, mmap.PAGESIZE)
         self.fd = fd
-        if fd < 0:
+        if fd < 0 and shared:
             self.fd = os.memfd_create("sublet-arena", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, self.size)
-        self.map = mmap.mmap(self.fd, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.map = mmap.mmap(self.fd, self.size, flags=kind | mmap.MAP_POPULATE)
         self._anchor = ctypes.c_char.from_buffer(self.map)
         self.address = ctypes.addressof(self._anchor)
         self.view = memoryview(self.map)
@@ -85,7 +87,8 @@ class Arena:
         del self._anchor
         with contextlib.suppress(BufferError):
             self.map.close()
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def _address_of(memory: memoryview) -> int:

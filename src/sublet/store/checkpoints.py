@@ -11,14 +11,16 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sublet.core.checkpoint import ChunkEntry, Layout, Manifest, lay_out
+from sublet.core.checkpoint import ChunkEntry, Layout, Manifest, lay_out, manifest_bytes
 from sublet.core.effect import Commit
-from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, NotFound
+from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, Misconfigured, NotFound
 from sublet.core.values import check_job
 from sublet.failpoints import failpoint
 from sublet.ports.ledger import LeaseKey, Ledger
@@ -64,6 +66,17 @@ class CheckpointStore:
         self._slots: dict[str, _Slot] = {}
         self.health = Health()
 
+    def close(self) -> None:
+        """Gives the memory of the last states back. What was loaded is the caller's, and stays."""
+        while self._slots:
+            self._slots.popitem()[1].arena.close()
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # saving
 
     def save(
@@ -84,18 +97,18 @@ class CheckpointStore:
         version = head.version if head is not None else 0
         if version != expected_version:
             raise HeadMoved(f"{name} is at version {version}, not {expected_version}", version=version)
-        parent = (
-            self._replicas.manifest(head.digest) if head is not None and _is_digest(head.digest) else None
-        )
+        before = head.digest if head is not None and _is_digest(head.digest) else ""
+        parent = self._parent(before)
         taken = take_apart(state)
         layout = lay_out([s.nbytes for s in taken.storages])
         slot = self._slot(name, layout)
-        fresh = all(entry is None for entry in slot.entries)
+        known, slot.entries = slot.entries, [None] * len(layout.chunks)  # nothing, if the copy is interrupted
+        fresh = all(entry is None for entry in known)
         dirty = slot.arena.take(taken.storages, layout, all_new=fresh)
-        for number, changed in enumerate(dirty):
-            if changed:
-                slot.entries[number] = None
-        written = self._store_chunks(slot, parent)
+        slot.entries = [None if changed else entry for entry, changed in zip(known, dirty, strict=True)]
+        kept = functools.cache(self._replicas.kept)
+        slot.entries = [e if e is not None and kept(e.pack) else None for e in slot.entries]
+        written = self._store_chunks(slot, parent, kept)
         failpoint("before_manifest")
         manifest = Manifest(
             name=name,
@@ -103,7 +116,7 @@ class CheckpointStore:
             step=step if step is not None else (head.step if head else 0) + 1,
             schema=schema,
             policy=digest(self._replicas.policy.to_text().encode()),
-            parent=head.digest if parent is not None and head is not None else "",
+            parent=before,
             epoch=lease.key.epoch,
             tree=taken.tree,
             tensors=taken.tensors,
@@ -111,7 +124,7 @@ class CheckpointStore:
             chunks=tuple(e for e in slot.entries if e is not None),
             size=layout.size,
         )
-        name_of_manifest, _ = self._replicas.put_manifest(manifest.to_bytes())
+        name_of_manifest, _ = self._replicas.put_manifest(manifest_bytes(manifest))
         failpoint("after_quorum")
         committed = self._commit(ledger, lease, manifest, name_of_manifest)
         total = sum(c.size for c in layout.chunks)
@@ -119,19 +132,29 @@ class CheckpointStore:
             version=committed, digest=name_of_manifest, bytes_written=written, bytes_shared=total - written
         )
 
+    def _parent(self, digest: str) -> Manifest | None:
+        """The state before, whose chunks need not be written again. Losing it must not keep the next one from being saved."""
+        try:
+            return self._replicas.manifest(digest, self.health) if digest else None
+        except Damaged:
+            return None
+
     def _slot(self, name: str, layout: Layout) -> _Slot:
         slot = self._slots.get(name)
         if slot is not None and slot.layout == layout:
             return slot
         if slot is not None:
+            del self._slots[name]
             slot.arena.close()
         slot = self._slots[name] = _Slot(Arena(layout.size), layout, [None] * len(layout.chunks))
         return slot
 
-    def _store_chunks(self, slot: _Slot, parent: Manifest | None) -> int:
+    def _store_chunks(self, slot: _Slot, parent: Manifest | None, kept: Callable[[str], bool]) -> int:
         """Everything not known to be stored: looked for by digest in the parent, written if it is not there."""
         unknown = [n for n, entry in enumerate(slot.entries) if entry is None]
-        stored = {(c.digest, c.span.size): c for c in parent.chunks} if parent is not None else {}
+        stored: dict[tuple[str, int], ChunkEntry] = {}
+        if parent is not None and unknown:
+            stored = {(c.digest, c.span.size): c for c in parent.chunks if kept(c.pack)}
         if stored:
             with ThreadPoolExecutor(READERS) as pool:
                 spans = [slot.layout.chunks[n] for n in unknown]
@@ -190,7 +213,12 @@ class CheckpointStore:
                 remedy="load it with the code that saved it, or without schema= to convert it",
             )
         layout = Layout(manifest.storages, tuple(c.span for c in manifest.chunks), manifest.size)
-        arena = Arena(manifest.size)
+        try:
+            arena = Arena(manifest.size, shared=False)
+        except (OSError, OverflowError) as e:
+            raise Misconfigured(
+                f"{name} needs {manifest.size} bytes of memory, which this machine has not"
+            ) from e
         self._fill(arena, manifest)
         state = put_together(
             manifest.tree,
@@ -210,11 +238,11 @@ class CheckpointStore:
 
         with ThreadPoolExecutor(READERS) as pool:
             list(pool.map(read, manifest.chunks))
-        if health.set_aside:
-            self._replicas.repair([manifest], health)
-        self.health.set_aside += health.set_aside
-        self.health.repaired += health.repaired
-        self.health.unreachable += health.unreachable
+        if health.wanting:
+            # Older versions share these packs, and want what they have of them.
+            kept = [m for m in self.history(manifest.name) if m.version != manifest.version]
+            self._replicas.repair([manifest, *kept], health, only=health.wanting)
+        self.health.add(health)
 
     def manifest(self, name: str, version: int | None = None) -> Manifest:
         for manifest in self.history(name):
@@ -246,39 +274,55 @@ def _is_digest(text: str) -> bool:
 
 
 def copy_into(source: Any, target: Any, path: str) -> None:
-    """Tensors copied in place, everything else replaced in its container."""
+    """Tensors copied in place, everything else replaced in its container. All of it, or `BadInput` and nothing."""
+    if not isinstance(target, (dict, list)) and not _is_array(target):
+        raise BadInput(f"{path} cannot be restored in place: give a dict or list of tensors")
+    _check_fits(source, target, path)
+    _copy(source, target)
+
+
+def _is_array(value: Any) -> bool:
+    """What has memory that can be written: torch's tensors and NumPy's arrays, not its scalars."""
+    numpy = sys.modules.get("numpy")
+    return hasattr(value, "copy_") or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def _members(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, dict) else list(range(len(value)))
+
+
+def _check_fits(source: Any, target: Any, path: str) -> None:
     if isinstance(target, dict):
         if not isinstance(source, dict) or source.keys() != target.keys():
             raise BadInput(f"{path} has other keys than what was saved")
-        for key, value in source.items():
-            if _in_place(value, target[key], f"{path}[{key!r}]"):
-                continue
-            target[key] = value
-        return
-    if isinstance(target, list):
+    elif isinstance(target, list):
         if not isinstance(source, list) or len(source) != len(target):
             raise BadInput(f"{path} has another length than what was saved")
-        for number, value in enumerate(source):
-            if not _in_place(value, target[number], f"{path}[{number}]"):
-                target[number] = value
+    elif _is_array(target):
+        if (
+            not _is_array(source)
+            or tuple(source.shape) != tuple(target.shape)
+            or source.dtype != target.dtype
+        ):
+            raise BadInput(f"{path} has another shape or type than what was saved")
+        if getattr(getattr(target, "flags", None), "writeable", True) is False:
+            raise BadInput(f"{path} may not be written to")
         return
-    if not _in_place(source, target, path):
-        raise BadInput(f"{path} cannot be restored in place: give a dict or list of tensors")
-
-
-def _in_place(source: Any, target: Any, path: str) -> bool:
-    if isinstance(target, (dict, list)):
-        copy_into(source, target, path)
-        return True
-    copy = getattr(target, "copy_", None)  # torch
-    module = type(target).__module__.partition(".")[0]
-    if copy is None and module != "numpy":
-        return False
-    if tuple(getattr(source, "shape", ())) != tuple(target.shape) or source.dtype != target.dtype:
-        raise BadInput(f"{path} has another shape or type than what was saved")
-    if copy is not None:
-        copy_data = target.detach()
-        copy_data.copy_(source.detach())
     else:
-        target[...] = source
-    return True
+        return
+    for key in _members(target):
+        _check_fits(source[key], target[key], f"{path}[{key!r}]")
+
+
+def _copy(source: Any, target: Any) -> None:
+    if not isinstance(target, (dict, list)):
+        if hasattr(target, "copy_"):
+            target.detach().copy_(source.detach())
+        else:
+            target[...] = source
+        return
+    for key in _members(target):
+        if isinstance(target[key], (dict, list)) or _is_array(target[key]):
+            _copy(source[key], target[key])
+        else:
+            target[key] = source[key]

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sublet.core.checkpoint import ALIGN, Span
+from sublet.core.checkpoint import ALIGN, MAX_MANIFEST_BYTES, Span
 from sublet.core.errors import Misconfigured, NotDurable
 from sublet.failpoints import failpoint
 
@@ -35,7 +37,7 @@ class DirectoryReplica:
     def check(self) -> None:
         try:
             for folder in _FOLDERS:
-                (self.path / folder).mkdir(parents=True, exist_ok=True)
+                _make_folder(self.path / folder)
             trial = self.path / "drafts" / f"trial-{secrets.token_hex(4)}"
             trial.touch()
             try:
@@ -97,14 +99,21 @@ class DirectoryReplica:
             raise _not_durable(self, e) from e
 
     def get_manifest(self, digest: str) -> bytes | None:
+        path = self.path / "manifests" / f"{digest}.json"
         try:
-            return (self.path / "manifests" / f"{digest}.json").read_bytes()
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
+        with os.fdopen(fd, "rb") as file:
+            return file.read(MAX_MANIFEST_BYTES + 1)  # more cannot verify, and is not read into memory (C7)
 
     def _publish(self, draft: Path, final: Path) -> None:
-        with contextlib.suppress(FileExistsError):  # the same content: whoever reads it verifies it
+        try:
             os.link(draft, final)
+        except FileExistsError:
+            # A bad copy must not pass for the one that was written (C1), nor be written over (C2).
+            if not _same(draft, final):
+                raise
         failpoint("after_publish")
         _sync_folder(final.parent)
 
@@ -148,29 +157,37 @@ class _Draft:
         except OSError as e:
             if e.errno != errno.EINVAL:
                 raise
+            self._path.unlink(missing_ok=True)  # refused after it was created
             self._fd, self._direct = os.open(self._path, flags, 0o644), False
+        self._turning = threading.Lock()
         if size:
             with contextlib.suppress(OSError):  # a file system without it only writes more slowly
                 os.posix_fallocate(self._fd, 0, -(-size // ALIGN) * ALIGN)
 
     def write(self, at: int, data: memoryview) -> None:
+        direct = self._direct
         try:
             done = 0
             while done < data.nbytes:
                 done += os.pwritev(self._fd, [data[done:]], at + done)
         except OSError as e:
-            if e.errno == errno.EINVAL and self._direct:
-                self._direct = False
-                self._buffered()
-                self.write(at, data)
-                return
-            raise _not_durable(self._replica, e) from e
+            if e.errno != errno.EINVAL or not direct:
+                raise _not_durable(self._replica, e) from e
+            self._buffered()
+            self.write(at, data)
 
     def _buffered(self) -> None:
-        """Opened with direct I/O on a file system that refuses it only when it is used."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        os.dup2(fd, self._fd)
-        os.close(fd)
+        """Opened with direct I/O on a file system that refuses it only when it is used. Every thread that was refused comes here."""
+        with self._turning:
+            if not self._direct:
+                return
+            try:
+                fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError as e:
+                raise _not_durable(self._replica, e) from e
+            os.dup2(fd, self._fd, inheritable=False)
+            os.close(fd)
+            self._direct = False
 
     def publish(self, pack: str, pieces: Sequence[Span]) -> None:
         try:
@@ -187,8 +204,26 @@ class _Draft:
     def discard(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a draft that stays behind harms nobody
+                os.close(fd)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def _make_folder(folder: Path) -> None:
+    """With its parents, each of them durable: what is synced in a folder that is lost is lost with it."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _same(one: Path, other: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return filecmp.cmp(one, other, shallow=False)
+    return False
 
 
 def _sync_folder(folder: Path) -> None:

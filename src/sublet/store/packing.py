@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from sublet.core.checkpoint import ALIGN, Span, aligned
-from sublet.core.errors import SubletError
+from sublet.core.errors import NotDurable, SubletError
 from sublet.failpoints import failpoint
 from sublet.ports.store import Draft, Replica
 
@@ -51,6 +51,7 @@ def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Repl
         places.append(end)
         end += aligned(span.size, ALIGN)
     failed: dict[str, str] = {}
+    by_name = {replica.name: replica for replica in replicas}
     drafts: dict[str, Draft] = {}
     for replica in replicas:
         try:
@@ -78,7 +79,7 @@ def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Repl
                 continue
             failpoint("between_replicas")
             try:
-                draft.publish(name_of_pack, pieces)
+                _publish(by_name[name], draft, name_of_pack, digests, pieces, arena, spans)
                 confirmed.append(name)
             except SubletError as e:
                 failed[name] = e.message
@@ -86,6 +87,50 @@ def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Repl
         for draft in drafts.values():
             draft.discard()
     return Packed(name_of_pack, digests, tuple(places), tuple(confirmed), failed)
+
+
+def verify_pack(replica: Replica, pack: str, digests: Sequence[str], pieces: Sequence[Span]) -> str:
+    """'good', 'missing' or 'bad'."""
+    buffer = memoryview(bytearray(max((p.size for p in pieces), default=0)))
+    for name, piece in zip(digests, pieces, strict=True):
+        part = buffer[: piece.size]
+        try:
+            if not replica.read_pack(pack, piece.offset, part):
+                return "bad" if replica.has_pack(pack) else "missing"
+        except OSError:
+            return "missing"
+        if digest(part) != name:
+            return "bad"
+    return "good"
+
+
+def _publish(
+    replica: Replica,
+    draft: Draft,
+    pack: str,
+    digests: Sequence[str],
+    pieces: Sequence[Span],
+    arena: memoryview,
+    spans: Sequence[Span],
+) -> None:
+    """A bad copy from before under the same name is set aside: it must not keep the good one out."""
+    try:
+        draft.publish(pack, pieces)
+        return
+    except SubletError:
+        if verify_pack(replica, pack, digests, pieces) != "bad":
+            raise
+    try:
+        replica.set_aside("pack", pack)
+    except OSError as e:
+        raise NotDurable(f"{replica.name} has a bad copy that cannot be set aside: {e.strerror or e}") from e
+    again = replica.begin_pack(pieces[-1].end)
+    try:
+        for span, piece in zip(spans, pieces, strict=True):
+            again.write(piece.offset, arena[span.offset : span.offset + aligned(span.size, ALIGN)])
+        again.publish(pack, pieces)
+    finally:
+        again.discard()
 
 
 def _write(draft: Draft, arena: memoryview, span: Span, at: int) -> str:

@@ -9,7 +9,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from sublet.core.checkpoint import (
@@ -22,9 +23,9 @@ from sublet.core.checkpoint import (
     missing_for_quorum,
     read_manifest,
 )
-from sublet.core.errors import Damaged, NotDurable, QuorumNotReached, SubletError
+from sublet.core.errors import Damaged, Misconfigured, NotDurable, QuorumNotReached, SubletError
 from sublet.ports.store import Replica
-from sublet.store.packing import digest, pack_name
+from sublet.store.packing import digest, verify_pack
 
 
 @dataclass(slots=True)
@@ -34,13 +35,32 @@ class Health:
     set_aside: list[str] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # no good copy of it is left
+    wanting: set[str] = field(default_factory=set)  # packs a replica has not, or not in good order
+
+    def add(self, other: Health) -> None:
+        self.set_aside += other.set_aside
+        self.repaired += other.repaired
+        self.unreachable += other.unreachable
+        self.lost += other.lost
 
 
 class Replicas:
     def __init__(self, replicas: Sequence[Replica], policy: ReplicaPolicy) -> None:
         self.replicas = tuple(replicas)
         self.policy = policy
-        self._domains = {r.name: r.domain for r in replicas}
+        names = [r.name for r in replicas]
+        if len(set(names)) != len(names) or len(names) != policy.replicas:
+            raise Misconfigured(
+                f"the policy is for {policy.replicas} replicas, and these are {', '.join(names)}",
+                remedy="name each replica once, and as many as the policy says",
+            )
+        self._domains = dict(zip(names, policy.domains or [r.domain for r in replicas], strict=True))
+        if not policy.single_node and len(set(self._domains.values())) < policy.write_quorum:
+            raise Misconfigured(
+                f"the replicas lie in {len(set(self._domains.values()))} failure domains, the write quorum is {policy.write_quorum}",
+                remedy="spread them, or say single_node=True",
+            )
 
     def require(self, confirmed: Sequence[str], failed: dict[str, str], what: str) -> None:
         missing = missing_for_quorum(self.policy, confirmed, self._domains)
@@ -50,7 +70,7 @@ class Replicas:
             )
             raise QuorumNotReached(
                 f"{what} was confirmed by {len(confirmed)} of {self.policy.replicas} replicas, "
-                f"{self.policy.write_quorum} are needed ({silent})"
+                f"{self.policy.write_quorum} in different failure domains are needed ({silent})"
             )
 
     def put_manifest(self, data: bytes) -> tuple[str, list[str]]:
@@ -60,12 +80,38 @@ class Replicas:
         failed: dict[str, str] = {}
         for replica in self.replicas:
             try:
-                replica.put_manifest(name, data)
+                self._put_manifest(replica, name, data)
                 confirmed.append(replica.name)
             except SubletError as e:
                 failed[replica.name] = e.message
         self.require(confirmed, failed, "the manifest")
         return name, confirmed
+
+    def _put_manifest(self, replica: Replica, name: str, data: bytes) -> None:
+        """A bad copy from before under the same name is set aside: it must not keep the good one out."""
+        try:
+            replica.put_manifest(name, data)
+            return
+        except SubletError:
+            try:
+                found = replica.get_manifest(name)
+                if found is None or digest(found) == name:
+                    raise
+                replica.set_aside("manifest", name)
+            except OSError as e:
+                raise NotDurable(
+                    f"{replica.name} has a bad copy that cannot be set aside: {e.strerror}"
+                ) from e
+        replica.put_manifest(name, data)
+
+    def kept(self, pack: str) -> bool:
+        """Whether as many failure domains have it as must confirm a write: only then may a save refer to it again (C1)."""
+        having = []
+        for replica in self.replicas:
+            with contextlib.suppress(OSError):
+                if replica.has_pack(pack):
+                    having.append(replica.name)
+        return not missing_for_quorum(self.policy, having, self._domains)
 
     # reading
 
@@ -84,8 +130,7 @@ class Replicas:
                 bad.append(replica)
                 continue
             if digest(data) != name:
-                replica.set_aside("manifest", name)
-                health.set_aside.append(f"{replica.name} manifest {name[:12]}")
+                self._set_aside(replica, "manifest", name, health)
                 bad.append(replica)
                 continue
             found = read_manifest(data)
@@ -114,64 +159,68 @@ class Replicas:
                 continue
             if there and digest(into) == entry.digest:
                 return
-            if there:
-                health.set_aside.append(f"{replica.name} pack {entry.pack[:12]}")
+            health.wanting.add(entry.pack)
         raise Damaged(
             f"chunk {entry.digest} (pack {entry.pack}) is on none of {', '.join(asked)} in good order"
         )
 
     # repairing
 
-    def verify_pack(self, replica: Replica, pack: str, chunks: Sequence[ChunkEntry]) -> str:
-        """'good', 'missing' or 'bad'."""
-        buffer = memoryview(bytearray(max((c.span.size for c in chunks), default=0)))
-        for chunk in chunks:
-            part = buffer[: chunk.span.size]
-            try:
-                if not replica.read_pack(pack, chunk.at, part):
-                    return "bad" if replica.has_pack(pack) else "missing"
-            except OSError:
-                return "missing"
-            if digest(part) != chunk.digest:
-                return "bad"
-        return "good"
+    def _set_aside(self, replica: Replica, kind: str, name: str, health: Health) -> None:
+        try:
+            replica.set_aside(kind, name)
+            health.set_aside.append(f"{replica.name} {kind} {name[:12]}")
+        except (SubletError, OSError):  # it may not be written to, and must not keep us from the good copies
+            health.unreachable.append(replica.name)
 
-    def repair(self, manifests: Sequence[Manifest], health: Health) -> None:
-        """Every replica gets every pack these manifests refer to. A bad copy is set aside first, and never copied from."""
+    def repair(
+        self, manifests: Sequence[Manifest], health: Health, *, only: Collection[str] | None = None
+    ) -> None:
+        """Every replica gets every pack these manifests refer to. Each chunk is copied from a copy of it that verified; a pack that
+        is bad on every replica may still be made whole that way, so nothing is set aside before its chunks were read."""
         needed: dict[str, dict[int, ChunkEntry]] = {}
         for manifest in manifests:
             for chunk in manifest.chunks:
                 needed.setdefault(chunk.pack, {})[chunk.at] = chunk
         for pack, by_place in sorted(needed.items()):
+            if only is not None and pack not in only:
+                continue
             chunks = [by_place[at] for at in sorted(by_place)]
-            states = {r.name: self.verify_pack(r, pack, chunks) for r in self.replicas}
+            data, chunks = self._gather(chunks, health)
+            digests, pieces = [c.digest for c in chunks], [Span(c.at, c.span.size) for c in chunks]
+            states = {r.name: verify_pack(r, pack, digests, pieces) for r in self.replicas}
+            wanting = [r for r in self.replicas if states[r.name] != "good"]
             for replica in self.replicas:
                 if states[replica.name] == "bad":
-                    replica.set_aside("pack", pack)
-                    health.set_aside.append(f"{replica.name} pack {pack[:12]}")
-            good = [r for r in self.replicas if states[r.name] == "good"]
-            wanting = [r for r in self.replicas if states[r.name] != "good"]
-            if wanting:
-                self._copy_pack(pack, chunks, good, wanting, health)
+                    self._set_aside(replica, "pack", pack, health)
+            self._copy_pack(pack, pieces, data, wanting, health)
+
+    def _gather(self, chunks: Sequence[ChunkEntry], health: Health) -> tuple[memoryview, list[ChunkEntry]]:
+        """From whatever good copies of its chunks there are; those that have none are left out. A pack some of whose chunks no
+        manifest wants any more cannot be made whole, and is then written with what is wanted at the same places."""
+        data = memoryview(bytearray(max(c.at + aligned(c.span.size, ALIGN) for c in chunks)))
+        found = []
+        for chunk in chunks:
+            place = data[chunk.at : chunk.at + chunk.span.size]
+            try:
+                self.chunk(chunk, place, health)
+                found.append(chunk)
+            except Damaged as e:
+                place[:] = bytes(place.nbytes)  # not what was read last
+                health.lost.append(e.message)
+        return data, found
 
     def _copy_pack(
         self,
         pack: str,
-        chunks: Sequence[ChunkEntry],
-        good: Sequence[Replica],
+        pieces: Sequence[Span],
+        data: memoryview,
         wanting: Sequence[Replica],
         health: Health,
     ) -> None:
-        """From whatever good copies of its chunks there are, under the same name. A pack some of whose chunks no manifest wants any
-        more cannot be made whole, and is then written with what is wanted at the same places."""
-        size = max(c.at + aligned(c.span.size, ALIGN) for c in chunks)
-        data = memoryview(bytearray(size))
-        for chunk in chunks:
-            self.chunk(chunk, data[chunk.at : chunk.at + chunk.span.size], health)
-        pieces = [Span(c.at, c.span.size) for c in chunks]
         for replica in wanting:
             try:
-                draft = replica.begin_pack(size)
+                draft = replica.begin_pack(data.nbytes)
                 try:
                     draft.write(0, data)
                     draft.publish(pack, pieces)
@@ -182,4 +231,4 @@ class Replicas:
                 health.unreachable.append(replica.name)
 
 
-__all__ = ["Health", "Replicas", "digest", "pack_name"]
+__all__ = ["Health", "Replicas", "digest", "verify_pack"]

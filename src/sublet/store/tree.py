@@ -10,6 +10,8 @@ Rules of this file:
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import struct
 import sys
 from collections import OrderedDict
@@ -19,10 +21,12 @@ from importlib import import_module
 from typing import Any
 
 from sublet.core.checkpoint import MAX_DEPTH, TensorEntry
-from sublet.core.errors import Damaged, Unsavable
+from sublet.core.errors import Damaged, MissingExtra, Unsavable
 
 #: A lone view of a storage at least so many times its size is saved as itself, not with everything around it.
 LONELY = 2
+#: Larger ones travel as hexadecimal: Python writes and reads no more than 4,300 decimal digits.
+_PLAIN_INT = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +58,24 @@ class _Taker:
         self._keeps: list[Any] = []
         self._known: dict[int, int] = {}  # id of an object to its tensor
         self._torch_storages: dict[tuple[int, int], int] = {}  # address and size to its storage
-        self._sharers: dict[int, int] = {}  # address of a torch storage to how many tensors view it
+        self._sharers: dict[int, set[int]] = {}  # address of a torch storage to the tensors that view it
 
     def run(self, state: Any) -> Taken:
         torch = _torch()
         if torch is not None:
-            self._count(state, torch, 0)
+            with contextlib.suppress(_Deep):  # encoding it says where
+                self._count(state, torch, 0)
         tree = self._encode(state, "state", 0)
         return Taken(tree, tuple(self._tensors), tuple(self._storages), tuple(self._keeps))
 
     def _count(self, value: Any, torch: Any, depth: int) -> None:
         """How many tensors view each storage: a lone slice of a large one need not bring all of it."""
         if depth > MAX_DEPTH:
-            return
+            raise _Deep  # at once: what contains itself twice has more paths than can be walked
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and value.device.type == "cpu":
                 address = value.untyped_storage().data_ptr()
-                self._sharers[address] = self._sharers.get(address, 0) + 1
+                self._sharers.setdefault(address, set()).add(id(value))
         elif isinstance(value, dict):
             for member in value.values():
                 self._count(member, torch, depth + 1)
@@ -82,8 +87,13 @@ class _Taker:
         if depth > MAX_DEPTH:
             raise Unsavable(f"{path[:200]} is nested deeper than {MAX_DEPTH}, or contains itself")
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind is bool:
             return value
+        if kind is int:
+            return value if -_PLAIN_INT < value < _PLAIN_INT else {"$int": f"{value:x}"}
+        if kind is str:
+            # Two halves of a surrogate pair would come back from JSON as one character.
+            return {"$text": value.encode("utf-8", "surrogatepass").hex()} if _has_surrogate(value) else value
         if kind is float:
             return value if value - value == 0 else {"$float": struct.pack("<d", value).hex()}
         if kind is complex:
@@ -99,8 +109,8 @@ class _Taker:
         if kind is dict or kind is OrderedDict:
             return self._encode_dict(value, path, depth)
         if kind in (set, frozenset):
-            members = [self._encode(v, f"{path}{{}}", depth + 1) for v in sorted(value, key=repr)]
-            return {"$set" if kind is set else "$frozenset": members}
+            members = [self._encode(v, f"{path}{{}}", depth + 1) for v in value]
+            return {"$set" if kind is set else "$frozenset": sorted(members, key=json.dumps)}
         found = self._tensor(value, path)
         if found is not None:
             return {"$tensor": found}
@@ -110,7 +120,9 @@ class _Taker:
         )
 
     def _encode_dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
-        plain = type(value) is dict and all(type(k) is str and not k.startswith("$") for k in value)
+        plain = type(value) is dict and all(
+            type(k) is str and not k.startswith("$") and not _has_surrogate(k) for k in value
+        )
         if plain:
             return {k: self._encode(v, f"{path}[{k!r}]", depth + 1) for k, v in value.items()}
         pairs = []
@@ -120,7 +132,7 @@ class _Taker:
             pairs.append(
                 [
                     self._encode(key, f"{path} key", depth + 1),
-                    self._encode(member, f"{path}[{key!r}]", depth + 1),
+                    self._encode(member, f"{path}[{_shown(key)}]", depth + 1),
                 ]
             )
         return {"$ordered" if type(value) is OrderedDict else "$dict": pairs}
@@ -161,14 +173,21 @@ class _Taker:
         numpy = _numpy()
         if module == "numpy" and not isinstance(value, (numpy.ndarray, numpy.generic)):
             return None
+        if isinstance(value, numpy.ndarray) and kind not in (numpy.ndarray, numpy.memmap):
+            raise Unsavable(
+                f"{path[:200]} is a {kind.__name__}, of which only the numbers could be saved",
+                remedy="save its parts as plain arrays (for a masked array: .data and .mask)",
+            )
         array = numpy.asarray(value)
         if array.dtype.hasobject:
             raise Unsavable(f"{path[:200]} is an array of Python objects: use a list")
-        if array.dtype.names is not None or array.dtype.kind in "mM":
-            dtype = numpy.lib.format.dtype_to_descr(array.dtype)
-            text = repr(dtype)
-        else:
-            text = array.dtype.name if array.dtype.isnative else array.dtype.str
+        if isinstance(value, (numpy.str_, numpy.bytes_)) and array[()] != value:
+            raise Unsavable(
+                f"{path[:200]} is a NumPy text that ends in NUL, which NumPy cuts off: use str or bytes"
+            )
+        if array.size and not array.nbytes:
+            raise Unsavable(f"{path[:200]} is an array of items that have no bytes")
+        text = _dtype_text(numpy, array.dtype, path)
         flat = numpy.ascontiguousarray(array)
         memory = memoryview(flat.reshape(-1).view(numpy.uint8)) if flat.nbytes else memoryview(b"")
         framework = "jax" if module in ("jax", "jaxlib") else "numpy"
@@ -184,6 +203,11 @@ class _Taker:
         )
 
     def _torch_tensor(self, value: Any, torch: Any, path: str) -> TensorEntry:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise Unsavable(
+                f"{path[:200]} is a {type(value).__qualname__}, of which only the numbers could be saved",
+                remedy="save it as a plain tensor, with .as_subclass(torch.Tensor)",
+            )
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise Unsavable(
                 f"{path[:200]} is a {value.layout} tensor on {value.device}: only dense tensors can be saved",
@@ -196,10 +220,11 @@ class _Taker:
             plain = plain.cpu()
         storage = plain.untyped_storage()
         bytes_of_its_own = plain.numel() * plain.element_size()
-        lonely = self._sharers.get(storage.data_ptr(), 0) <= 1
+        lonely = len(self._sharers.get(storage.data_ptr(), ())) <= 1
         if lonely and storage.nbytes() > LONELY * bytes_of_its_own:
-            plain = plain.contiguous().clone()
-            storage = plain.untyped_storage()
+            with contextlib.suppress(RuntimeError):  # types torch cannot copy yet bring the whole storage
+                plain = plain.contiguous().clone()
+                storage = plain.untyped_storage()
         at = (storage.data_ptr(), storage.nbytes())
         number = self._torch_storages.get(at)
         if number is None or storage.nbytes() == 0:
@@ -225,8 +250,27 @@ class _Taker:
 
 
 def put_together(tree: Any, tensors: Sequence[TensorEntry], storage: Callable[[int], memoryview]) -> Any:
-    """`storage` gives the bytes of one; they become the tensors' own memory."""
-    return _Putter(tensors, storage).decode(tree, 0)
+    """`storage` gives the bytes of one; they become the tensors' own memory. `Damaged` if the tree is none of ours (C7)."""
+    try:
+        return _Putter(tensors, storage).decode(tree, 0)
+    except ImportError as e:
+        raise MissingExtra(
+            f"the checkpoint has arrays of the package {e.name}, which is not installed",
+            remedy=f"install it with 'pip install {e.name}'",
+        ) from e
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        RuntimeError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as e:
+        raise Damaged(f"the checkpoint's tree is not one of ours: {type(e).__name__}: {str(e)[:200]}") from e
 
 
 class _Putter:
@@ -255,8 +299,12 @@ class _Putter:
             return self._tensor(body)
         if mark == "$float":
             return struct.unpack("<d", bytes.fromhex(body))[0]
+        if mark == "$int":
+            return int(body, 16)
+        if mark == "$text":
+            return bytes.fromhex(body).decode("utf-8", "surrogatepass")
         if mark in ("$bytes", "$bytearray"):
-            data = bytes(self._storage(body))
+            data = bytes(self._storage(_index(body)))
             return data if mark == "$bytes" else bytearray(data)
         if mark in ("$dict", "$ordered"):
             made = OrderedDict() if mark == "$ordered" else {}
@@ -275,6 +323,7 @@ class _Putter:
         raise Damaged(f"the checkpoint's tree has a {mark[:20]!r}, which this version does not know")
 
     def _tensor(self, number: int) -> Any:
+        _index(number)
         if number not in self._made:
             entry = self._entries[number]
             made = (
@@ -288,12 +337,15 @@ class _Putter:
         text = entry.dtype
         if text[:1] in "[(":
             dtype = numpy.lib.format.descr_to_dtype(ast.literal_eval(text))
-        elif text[:1] == "'":
-            dtype = numpy.dtype(text.strip("'"))
         else:
             dtype = _dtype(numpy, text)
         memory = self._storage(entry.storage)
-        array = numpy.frombuffer(memory, dtype=dtype, count=-1 if memory.nbytes else 0).reshape(entry.shape)
+        if memory.nbytes:
+            array = numpy.frombuffer(memory, dtype=dtype).reshape(entry.shape)
+        elif 0 not in entry.shape:
+            raise Damaged("the checkpoint has an array without its bytes")
+        else:
+            array = numpy.empty(entry.shape, dtype)
         if entry.framework == "scalar":
             return array[()]
         if entry.framework == "jax":
@@ -324,6 +376,48 @@ class _Putter:
         if entry.framework == "parameter":
             return torch.nn.Parameter(made, requires_grad=entry.grad)
         return made.requires_grad_() if entry.grad else made
+
+
+class _Deep(Exception):
+    """Nested deeper than is saved."""
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        if not text.isascii():
+            text.encode()
+        return False
+    except UnicodeEncodeError:
+        return True
+
+
+def _shown(key: Any) -> str:
+    """A key for an error's path. A number of thousands of digits cannot even be printed."""
+    try:
+        return repr(key)[:80]
+    except ValueError:
+        return "a number of that size"
+
+
+def _index(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise Damaged("the checkpoint's tree refers to a part that is none")
+    return number
+
+
+def _dtype_text(numpy: Any, dtype: Any, path: str) -> str:
+    """What `_array` reads back as the same type."""
+    if dtype.names is not None:
+        try:
+            descr = numpy.lib.format.dtype_to_descr(dtype)
+            if numpy.lib.format.descr_to_dtype(descr) == dtype:
+                return repr(descr)
+        except (ValueError, TypeError):
+            pass
+        raise Unsavable(
+            f"{path[:200]} has fields that overlap or lie out of order: save each as its own array"
+        )
+    return str(dtype.str if numpy.dtype(dtype.str) == dtype else dtype.name)
 
 
 def _dtype(numpy: Any, name: str) -> Any:

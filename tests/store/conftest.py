@@ -1,0 +1,36 @@
+"""One store per test. What it offers is in `rig.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sublet import failpoints
+
+from .rig import Shelf, in_memory
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Shelf]:
+    """Three replicas on the disk."""
+    made = Shelf(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def quick() -> Iterator[Shelf]:
+    """Three replicas in memory."""
+    with in_memory() as folder:
+        made = Shelf(folder)
+        yield made
+        made.close()
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    failpoints.disarm()
+    yield
+    failpoints.disarm()
