@@ -318,3 +318,40 @@ def test_the_demo_proves_its_claim(home: Home) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("  yes") == 6
     assert "  NO" not in done.stdout
+
+
+def test_checkpoints_from_the_command_line(home: Home, tmp_path: Path) -> None:
+    """Saved by a program, listed, damaged on one replica, found, repaired."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    store = {"SUBLET_STORE": ",".join(f"dir:{p}@{p.name}" for p in places)}
+    code = (
+        "import numpy, sublet\n"
+        "with sublet.gpu(vram='1GiB', ttl='1m') as lease, sublet.checkpoints() as store:\n"
+        "    store.save('m', {'w': numpy.arange(1000.0), 'opt': {0: numpy.ones(3, 'f4')}}, expected_version=0, lease=lease)\n"
+    )
+    assert sublet(home, "checkpoint", "ls", **store).stdout + sublet(home, "checkpoint", "ls", **store).stderr
+    subprocess.run([sys.executable, "-c", code], env=home.environment | store, check=True)
+    (listed,) = json.loads(sublet(home, "checkpoint", "ls", "--json", **store).stdout)
+    assert (listed["name"], listed["version"], listed["step"]) == ("m", 1, 1)
+    assert "m " in sublet(home, "checkpoint", "ls", **store).stdout
+    shown = json.loads(sublet(home, "checkpoint", "show", "m", "--json", **store).stdout)
+    assert {(t["path"], t["dtype"], tuple(t["shape"])) for t in shown["tensors"]} == {
+        ("w", "<f8", (1000,)),
+        ("opt.0", "<f4", (3,)),
+    }
+    assert shown["bytes_new"] == shown["bytes"] > 8012
+    assert "<f8" in sublet(home, "checkpoint", "show", "m", **store).stdout
+    assert sublet(home, "checkpoint", "verify", "m", **store).returncode == 0
+    (pack,) = (places[1] / "packs").iterdir()
+    pack.write_bytes(pack.read_bytes()[:100])
+    found = sublet(home, "checkpoint", "verify", "m", **store)
+    assert found.returncode == 74, found.stderr
+    assert "sublet checkpoint repair m" in found.stderr
+    repaired = sublet(home, "checkpoint", "repair", "m", **store)
+    assert repaired.returncode == 0, repaired.stderr
+    assert f"repaired: dir:{places[1]}" in repaired.stdout
+    assert "set aside" in repaired.stdout
+    assert sublet(home, "checkpoint", "verify", "m", **store).returncode == 0
+    assert "good copy of everything" in sublet(home, "checkpoint", "repair", "m", **store).stdout
+    missing = sublet(home, "checkpoint", "show", "nothing", **store)
+    assert (missing.returncode, "nothing was saved as nothing" in missing.stderr) == (2, True)

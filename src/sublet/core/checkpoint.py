@@ -143,6 +143,33 @@ class Manifest:
         return json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
 
     @property
+    def bytes(self) -> int:
+        """Of the state: what its chunks hold together."""
+        return sum(c.span.size for c in self.chunks)
+
+    def tensor_paths(self) -> list[tuple[str, int]]:
+        """Where in the tree each tensor is, for listings."""
+        found: list[tuple[str, int]] = []
+        pending: list[tuple[str, Any]] = [("", self.tree)]
+        while pending:
+            path, value = pending.pop()
+            if isinstance(value, list):
+                pending += [
+                    (f"{path}.{n}" if path else str(n), v) for n, v in reversed(list(enumerate(value)))
+                ]
+            elif isinstance(value, dict) and "$tensor" in value:
+                found.append((path or "state", int(value["$tensor"])))
+            elif isinstance(value, dict):
+                for key, member in reversed(list(value.items())):
+                    if key in ("$dict", "$ordered"):
+                        pending += [(f"{path}.{k}" if path else str(k), v) for k, v in reversed(member)]
+                    else:
+                        pending.append(
+                            (path if key.startswith("$") else f"{path}.{key}" if path else key, member)
+                        )
+        return found
+
+    @property
     def packs(self) -> tuple[str, ...]:
         return tuple(sorted({c.pack for c in self.chunks}))
 

@@ -13,25 +13,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sublet.core.checkpoint import ChunkEntry, Layout, Manifest, lay_out, manifest_bytes
+from sublet.core.checkpoint import ChunkEntry, Layout, Manifest, Span, TensorEntry, lay_out, manifest_bytes
 from sublet.core.effect import Commit
 from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, Misconfigured, NotFound
 from sublet.core.values import check_job
 from sublet.failpoints import failpoint
 from sublet.ports.ledger import LeaseKey, Ledger
 from sublet.store.arena import Arena
-from sublet.store.packing import digest, write_pack
+from sublet.store.background import Writer
+from sublet.store.packing import Packed, digest, write_pack
 from sublet.store.replicas import Health, Replicas
 from sublet.store.tree import put_together, take_apart
 
 READERS = 4
 #: How often the outcome of a commit is asked for when the connection broke under it.
 ASK_AGAIN = 5
+
+
+Write = Callable[[Arena, Sequence[Span]], Packed]
 
 
 class Fenced(Protocol):
@@ -59,15 +64,69 @@ class _Slot:
     entries: list[ChunkEntry | None]  # None: not known to be stored
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copied:
+    """A save whose bytes are in the arena, and what will be said about them."""
+
+    name: str
+    version: int
+    step: int
+    schema: str
+    parent: str
+    tree: Any
+    tensors: tuple[TensorEntry, ...]
+    slot: _Slot
+    fresh: bool
+
+
+class Saving:
+    """A save under way."""
+
+    def __init__(self, work: Callable[[], Saved]) -> None:
+        self._outcome: Saved | BaseException | None = None
+        # Not a daemon: a program that comes to its end waits for its last save.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="sublet-save")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Saved]) -> None:
+        try:
+            self._outcome = work()
+        except BaseException as e:
+            self._outcome = e
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> Saved:
+        """Wait for it. Raises what went wrong, or `TimeoutError` when it is still under way."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError("the save is still under way")
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
 class CheckpointStore:
     def __init__(self, replicas: Replicas, ledger: Callable[[], Ledger]) -> None:
         self._replicas = replicas
         self._ledger = ledger
         self._slots: dict[str, _Slot] = {}
+        self._behind: Saving | None = None
+        self._writer = Writer()
         self.health = Health()
 
     def close(self) -> None:
-        """Gives the memory of the last states back. What was loaded is the caller's, and stays."""
+        """Waits for a save that is under way, then gives the memory of the last states back. What was loaded is the caller's."""
+        try:
+            self.settle()
+        finally:
+            self._writer.close()
+            self._free()
+
+    def _free(self) -> None:
         while self._slots:
             self._slots.popitem()[1].arena.close()
 
@@ -90,15 +149,53 @@ class CheckpointStore:
         step: int | None = None,
     ) -> Saved:
         """Durable and committed when it returns. Raises with the head unmoved otherwise; never half."""
+        self.settle()
+        return self._finish(
+            self._copy(name, state, expected_version, lease, schema, step), lease, self._write_here
+        )
+
+    def save_behind(
+        self,
+        name: str,
+        state: Any,
+        *,
+        expected_version: int,
+        lease: Fenced,
+        schema: str = "",
+        step: int | None = None,
+    ) -> Saving:
+        """Copied when it returns: the state may change at once. Hashed, written and committed behind the next steps, by another process.
+
+        One at a time: the next save waits for this one, and raises what became of it if it failed. Its head has then not moved.
+        """
+        self.settle()
+        copied = self._copy(name, state, expected_version, lease, schema, step)
+        self._behind = Saving(lambda: self._finish(copied, lease, self._write_elsewhere))
+        return self._behind
+
+    def settle(self) -> None:
+        """Wait for the save that is under way, if there is one, and raise what went wrong with it. Said once."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.result()
+
+    def _write_here(self, arena: Arena, spans: Sequence[Span]) -> Packed:
+        return write_pack(arena.view, spans, self._replicas.replicas)
+
+    def _write_elsewhere(self, arena: Arena, spans: Sequence[Span]) -> Packed:
+        # The domain is ours to know; without one a '@' in a path would be taken for its beginning.
+        return self._writer.write(arena, spans, [f"{r.name}@writer" for r in self._replicas.replicas])
+
+    def _copy(
+        self, name: str, state: Any, expected_version: int, lease: Fenced, schema: str, step: int | None
+    ) -> _Copied:
+        """What the training thread pays for: everything after this needs the arena, and not the state."""
         check_job(name)
         lease.check()
-        ledger = self._ledger()
-        head = ledger.head(name)
+        head = self._ledger().head(name)
         version = head.version if head is not None else 0
         if version != expected_version:
             raise HeadMoved(f"{name} is at version {version}, not {expected_version}", version=version)
-        before = head.digest if head is not None and _is_digest(head.digest) else ""
-        parent = self._parent(before)
         taken = take_apart(state)
         layout = lay_out([s.nbytes for s in taken.storages])
         slot = self._slot(name, layout)
@@ -106,28 +203,44 @@ class CheckpointStore:
         fresh = all(entry is None for entry in known)
         dirty = slot.arena.take(taken.storages, layout, all_new=fresh)
         slot.entries = [None if changed else entry for entry, changed in zip(known, dirty, strict=True)]
-        kept = functools.cache(self._replicas.kept)
-        slot.entries = [e if e is not None and kept(e.pack) else None for e in slot.entries]
-        written = self._store_chunks(slot, parent, kept)
-        failpoint("before_manifest")
-        manifest = Manifest(
+        return _Copied(
             name=name,
             version=expected_version + 1,
             step=step if step is not None else (head.step if head else 0) + 1,
             schema=schema,
-            policy=digest(self._replicas.policy.to_text().encode()),
-            parent=before,
-            epoch=lease.key.epoch,
+            parent=head.digest if head is not None and _is_digest(head.digest) else "",
             tree=taken.tree,
             tensors=taken.tensors,
-            storages=layout.storages,
+            slot=slot,
+            fresh=fresh,
+        )
+
+    def _finish(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
+        slot = copied.slot
+        kept = functools.cache(self._replicas.kept)
+        slot.entries = [e if e is not None and kept(e.pack) else None for e in slot.entries]
+        # A process that knows nothing yet looks for what the state before had; one that does knows what changed.
+        parent = self._parent(copied.parent) if copied.fresh else None
+        written = self._store_chunks(slot, parent, kept, write)
+        failpoint("before_manifest")
+        manifest = Manifest(
+            name=copied.name,
+            version=copied.version,
+            step=copied.step,
+            schema=copied.schema,
+            policy=digest(self._replicas.policy.to_text().encode()),
+            parent=copied.parent,
+            epoch=lease.key.epoch,
+            tree=copied.tree,
+            tensors=copied.tensors,
+            storages=slot.layout.storages,
             chunks=tuple(e for e in slot.entries if e is not None),
-            size=layout.size,
+            size=slot.layout.size,
         )
         name_of_manifest, _ = self._replicas.put_manifest(manifest_bytes(manifest))
         failpoint("after_quorum")
-        committed = self._commit(ledger, lease, manifest, name_of_manifest)
-        total = sum(c.size for c in layout.chunks)
+        committed = self._commit(self._ledger(), lease, manifest, name_of_manifest)
+        total = sum(c.size for c in slot.layout.chunks)
         return Saved(
             version=committed, digest=name_of_manifest, bytes_written=written, bytes_shared=total - written
         )
@@ -149,7 +262,9 @@ class CheckpointStore:
         slot = self._slots[name] = _Slot(Arena(layout.size), layout, [None] * len(layout.chunks))
         return slot
 
-    def _store_chunks(self, slot: _Slot, parent: Manifest | None, kept: Callable[[str], bool]) -> int:
+    def _store_chunks(
+        self, slot: _Slot, parent: Manifest | None, kept: Callable[[str], bool], write: Write
+    ) -> int:
         """Everything not known to be stored: looked for by digest in the parent, written if it is not there."""
         unknown = [n for n, entry in enumerate(slot.entries) if entry is None]
         stored: dict[tuple[str, int], ChunkEntry] = {}
@@ -171,7 +286,7 @@ class CheckpointStore:
         if not unknown:
             return 0
         spans = [slot.layout.chunks[n] for n in unknown]
-        packed = write_pack(slot.arena.view, spans, self._replicas.replicas)
+        packed = write(slot.arena, spans)
         self._replicas.require(packed.confirmed, packed.failed, "the state")
         for number, span, name, at in zip(unknown, spans, packed.digests, packed.places, strict=True):
             slot.entries[number] = ChunkEntry(span, name, packed.pack, at)
@@ -267,6 +382,21 @@ class CheckpointStore:
                 return  # retention ended here
             yield manifest
             at = manifest.parent
+
+    # keeping order
+
+    def verify(self, name: str) -> list[tuple[str, str, str]]:
+        """Every copy of every pack its versions need: replica, pack, and 'good', 'missing' or 'bad'. Changes nothing."""
+        return self._replicas.inspect(list(self.history(name)))
+
+    def repair(self, name: str) -> Health:
+        """Give every replica a good copy of everything its versions need; what was done."""
+        health = Health()
+        manifests = list(self.history(name))
+        for manifest in manifests:
+            self._replicas.spread_manifest(manifest_bytes(manifest), health)
+        self._replicas.repair(manifests, health)
+        return health
 
 
 def _is_digest(text: str) -> bool:

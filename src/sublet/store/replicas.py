@@ -178,15 +178,10 @@ class Replicas:
     ) -> None:
         """Every replica gets every pack these manifests refer to. Each chunk is copied from a copy of it that verified; a pack that
         is bad on every replica may still be made whole that way, so nothing is set aside before its chunks were read."""
-        needed: dict[str, dict[int, ChunkEntry]] = {}
-        for manifest in manifests:
-            for chunk in manifest.chunks:
-                needed.setdefault(chunk.pack, {})[chunk.at] = chunk
-        for pack, by_place in sorted(needed.items()):
+        for pack, wanted in _needed(manifests):
             if only is not None and pack not in only:
                 continue
-            chunks = [by_place[at] for at in sorted(by_place)]
-            data, chunks = self._gather(chunks, health)
+            data, chunks = self._gather(wanted, health)
             digests, pieces = [c.digest for c in chunks], [Span(c.at, c.span.size) for c in chunks]
             states = {r.name: verify_pack(r, pack, digests, pieces) for r in self.replicas}
             wanting = [r for r in self.replicas if states[r.name] != "good"]
@@ -194,6 +189,35 @@ class Replicas:
                 if states[replica.name] == "bad":
                     self._set_aside(replica, "pack", pack, health)
             self._copy_pack(pack, pieces, data, wanting, health)
+
+    def inspect(self, manifests: Sequence[Manifest]) -> list[tuple[str, str, str]]:
+        """Each replica's copy of each pack these manifests need: 'good', 'missing' or 'bad'. Changes nothing."""
+        return [
+            (
+                replica.name,
+                pack,
+                verify_pack(
+                    replica, pack, [c.digest for c in chunks], [Span(c.at, c.span.size) for c in chunks]
+                ),
+            )
+            for pack, chunks in _needed(manifests)
+            for replica in self.replicas
+        ]
+
+    def spread_manifest(self, data: bytes, health: Health) -> None:
+        """Every replica gets it. A copy that does not verify is set aside first."""
+        name = digest(data)
+        for replica in self.replicas:
+            try:
+                found = replica.get_manifest(name)
+            except OSError:
+                health.unreachable.append(replica.name)
+                continue
+            if found is not None and digest(found) != name:
+                self._set_aside(replica, "manifest", name, health)
+                found = None
+            if found is None:
+                self._repair_manifest(replica, name, data, health)
 
     def _gather(self, chunks: Sequence[ChunkEntry], health: Health) -> tuple[memoryview, list[ChunkEntry]]:
         """From whatever good copies of its chunks there are; those that have none are left out. A pack some of whose chunks no
@@ -232,3 +256,12 @@ class Replicas:
 
 
 __all__ = ["Health", "Replicas", "digest", "verify_pack"]
+
+
+def _needed(manifests: Sequence[Manifest]) -> list[tuple[str, list[ChunkEntry]]]:
+    """Every pack they refer to, with what they want of it in its order."""
+    by_pack: dict[str, dict[int, ChunkEntry]] = {}
+    for manifest in manifests:
+        for chunk in manifest.chunks:
+            by_pack.setdefault(chunk.pack, {})[chunk.at] = chunk
+    return [(pack, [places[at] for at in sorted(places)]) for pack, places in sorted(by_pack.items())]
