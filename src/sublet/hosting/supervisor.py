@@ -245,7 +245,9 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(inmate.first_fd, signal.SIGKILL)
         status = _status_of(inmate.first) if ended(inmate.first_fd, KILL_WAIT_US) else None
-        survivors = end_children(KILL_WAIT_US)
+        # The first process of a namespace is gone only when all of them are; without one they have to be looked for.
+        contained = containment.PID_NAMESPACE in inmate.containment and status is not None
+        survivors = [] if contained else end_children(KILL_WAIT_US)
         if inmate.group is not None:
             if not inmate.group.emptied(KILL_WAIT_US):
                 survivors += inmate.group.pids()
