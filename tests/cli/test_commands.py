@@ -356,3 +356,22 @@ def test_checkpoints_from_the_command_line(home: Home, tmp_path: Path) -> None:
     assert "good copy of everything" in sublet(home, "checkpoint", "repair", "m", **store).stdout
     missing = sublet(home, "checkpoint", "show", "nothing", **store)
     assert (missing.returncode, "nothing was saved as nothing" in missing.stderr) == (2, True)
+
+
+def test_receipts_are_listed(home: Home) -> None:
+    code = (
+        "import os, sublet\n"
+        "with sublet.gpu(vram='1GiB', ttl='1m', holder='worker') as lease:\n"
+        "    lease.open().alloc(1000)\n"
+    )
+    assert "no receipts" in sublet(home, "ps", "--receipts").stderr
+    subprocess.run([sys.executable, "-c", code], env=home.environment, check=True)
+    wait_until(lambda: json.loads(sublet(home, "ps", "--receipts", "--json").stdout or "[]"))
+    (receipt,) = json.loads(sublet(home, "ps", "--receipts", "--json").stdout)
+    assert receipt["proven"] is True
+    assert receipt["ladder"] in ("gone", "term")
+    assert receipt["containment"]
+    assert len(receipt["pids"]) >= 2
+    shown = sublet(home, "ps", "--receipts").stdout.splitlines()
+    assert shown[0].split()[:4] == ["LEASE", "TENANT", "PROVEN", "LADDER"]
+    assert shown[1].split()[2] == "yes"

@@ -76,6 +76,7 @@ def test_work_runs_elsewhere_and_comes_back(home: Home, capsys: pytest.CaptureFi
     (torn,) = wiring.open_ledger(home.settings).receipts()
     assert torn.lease_id == lease.id
     assert torn.receipt.proven
+    assert {worker_pid, holder_pid} <= set(torn.receipt.pids)
 
 
 def test_exceptions_come_back_with_their_traceback(sqlite_home: Home) -> None:

@@ -118,7 +118,7 @@ def receipt_json(torn: Teardown) -> dict[str, object]:
     return {
         "lease": torn.lease_id,
         "tenant": torn.tenant,
-        "at_us": torn.at,
+        "settled_at": torn.at,
         "devices": list(torn.devices),
         "proven": receipt.proven,
         "ladder": receipt.ladder,

@@ -202,7 +202,7 @@ class HostProcesses:
                 proven=proven,
                 ladder=ladder,
                 containment=account.get("containment") or ", ".join(sorted(inside)) or CONTAINMENT,
-                pids=tuple(sorted(pids)),
+                pids=tuple(sorted({*pids, *account.get("pids", ())})),
                 duration_us=(time.monotonic_ns() - begun) // 1000,
                 detail=detail,
             )

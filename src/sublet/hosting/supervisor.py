@@ -260,6 +260,7 @@ class Supervisor:
         if self._deadline_us is None:
             return  # it never had a lease: nobody will come and ask
         facts["containment"] = self._inmate.containment
+        facts["pids"] = sorted({os.getpid(), self._inmate.first, self._inmate.pid})
         accounts.keep(self._folder, os.getpid(), self.started, facts)
 
 
