@@ -180,6 +180,7 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return 0  # somebody else's start won
+    os.ftruncate(lock, 0)  # a longer pid may stand there
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     for module in filter(None, wanted.preload.split(",")):
         try:

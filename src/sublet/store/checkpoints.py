@@ -62,6 +62,7 @@ class _Slot:
     arena: Arena
     layout: Layout
     entries: list[ChunkEntry | None]  # None: not known to be stored
+    saved_as: str = ""  # the manifest this process committed last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,6 @@ class _Copied:
     tree: Any
     tensors: tuple[TensorEntry, ...]
     slot: _Slot
-    fresh: bool
 
 
 class Saving:
@@ -212,15 +212,14 @@ class CheckpointStore:
             tree=taken.tree,
             tensors=taken.tensors,
             slot=slot,
-            fresh=fresh,
         )
 
     def _finish(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
         slot = copied.slot
         kept = functools.cache(self._replicas.kept)
         slot.entries = [e if e is not None and kept(e.pack) else None for e in slot.entries]
-        # A process that knows nothing yet looks for what the state before had; one that does knows what changed.
-        parent = self._parent(copied.parent) if copied.fresh else None
+        # Who saved the state before knows what changed since; anybody else looks for what that state had.
+        parent = self._parent(copied.parent) if copied.parent != slot.saved_as else None
         written = self._store_chunks(slot, parent, kept, write)
         failpoint("before_manifest")
         manifest = Manifest(
@@ -240,6 +239,7 @@ class CheckpointStore:
         name_of_manifest, _ = self._replicas.put_manifest(manifest_bytes(manifest))
         failpoint("after_quorum")
         committed = self._commit(self._ledger(), lease, manifest, name_of_manifest)
+        slot.saved_as = name_of_manifest
         total = sum(c.size for c in slot.layout.chunks)
         return Saved(
             version=committed, digest=name_of_manifest, bytes_written=written, bytes_shared=total - written
