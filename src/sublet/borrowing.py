@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import inspect
 import os
 import sys
 import threading
@@ -26,7 +28,7 @@ from sublet.runtime.acquire import OnOffer, OnWait
 from sublet.runtime.acquire import acquire as acquire_lease
 from sublet.runtime.holding import Lease
 from sublet.runtime.on_gpu import OnGpu, Warm
-from sublet.settings import Settings, load_settings
+from sublet.settings import Settings, load_settings, switched_on
 from sublet.wiring import CLOCK, ensure_warden, keeper, open_ledger, open_session, processes, workers
 
 DEFAULT_VRAM = "1GiB"
@@ -194,8 +196,15 @@ R = TypeVar("R")
 Duration = str | int | float
 
 
+@functools.cache
+def _disabled_by_file() -> bool:
+    return load_settings().disabled
+
+
 def _disabled() -> bool:
-    return os.environ.get("SUBLET_DISABLE", "").lower() not in ("", "0", "false", "no")
+    """The variable counts at every call, as tests and debuggers set it; the file is read once, as a call must not cost that."""
+    said = os.environ.get("SUBLET_DISABLE")
+    return switched_on(said) if said else _disabled_by_file()
 
 
 @overload
@@ -228,21 +237,7 @@ def on_gpu(
     if function is not None and not callable(function):
         raise BadInput("write @sublet.on_gpu or @sublet.on_gpu(vram=..., ttl=...) above a function")
     fixed_us = None if callable(ttl) else parse_duration(ttl, what="ttl")
-    unknown = set(options) - {
-        *(
-            "count",
-            "exclusivity",
-            "tier",
-            "wait",
-            "least",
-            "tenant",
-            "job",
-            "hold_cap",
-            "on_wait",
-            "on_offer",
-        ),
-        "settings",
-    }
+    unknown = set(options) - (set(inspect.signature(gpu).parameters) - {"holder"})
     if unknown:
         raise BadInput(f"on_gpu does not know {', '.join(sorted(unknown))}")
 

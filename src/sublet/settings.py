@@ -73,6 +73,14 @@ class Settings:
     def home(self) -> Path:
         return Path(self["home"])
 
+    @property
+    def disabled(self) -> bool:
+        return switched_on(self["disable"])
+
+
+def switched_on(text: str) -> bool:
+    return text.strip().lower() not in ("", "0", "false", "no", "off")
+
 
 def _tidied(text: str, fallback: str) -> str:
     """A name the ledger accepts, from whatever the system calls itself."""

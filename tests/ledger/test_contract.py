@@ -749,6 +749,21 @@ def test_a_warden_ends_a_lease_whose_holder_is_gone(pool: Rig) -> None:
         pool.commit(answer, 1)
 
 
+def test_a_holder_gone_after_its_lease_ran_out_was_not_lost(pool: Rig) -> None:
+    """It is gone because the lease was over: the reason says so."""
+    end = {"reason": EndReason.HOLDER_LOST, "detail": "pid 42 is gone"}
+    expired, revoked = pool.ask(10, pid=42, ttl_us=MINUTE), pool.ask(10, pid=42)
+    pool.ledger.revoke(
+        revoked.lease.id, reason=EndReason.REVOKED, detail="maintenance", grace_us=SECOND, actor="test"
+    )
+    pool.advance(2 * MINUTE)
+    for answer in (expired, revoked):
+        assert pool.ledger.end(answer.lease.id, answer.lease.epoch, **end) is True
+    assert (pool.look(expired).reason, pool.look(expired).detail) == (EndReason.EXPIRED, "its ttl ran out")
+    assert (pool.look(revoked).reason, pool.look(revoked).detail) == (EndReason.REVOKED, "maintenance")
+    assert not pool.ledger.verify().faults
+
+
 def test_a_warden_ends_a_waiter_whose_holder_is_gone(pool: Rig) -> None:
     pool.ask(80)
     waiter = pool.ask(80, tenant="bob", pid=42)

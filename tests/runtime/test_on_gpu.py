@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import sublet
+from sublet import borrowing
 from sublet.core.errors import Refused
 from sublet.runtime.on_gpu import OnGpu, Warm
 
@@ -34,3 +38,17 @@ def test_a_refused_call_is_not_taken_along_by_the_next() -> None:
         work(1)
     work(2)
     assert ran == [2]
+
+
+def test_disabled_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """defaults < sublet.toml < environment, for this setting as for all."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SUBLET_DISABLE", raising=False)
+    (tmp_path / "sublet.toml").write_text('disable = "1"\n')
+    borrowing._disabled_by_file.cache_clear()
+    try:
+        assert sublet.on_gpu(vram="1GiB")(os.getpid)() == os.getpid()
+        monkeypatch.setenv("SUBLET_DISABLE", "0")
+        assert not borrowing._disabled()
+    finally:
+        borrowing._disabled_by_file.cache_clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from sublet.core.device import Device
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.tenancy import Tenant
@@ -114,20 +116,12 @@ def device_json(device: Device) -> dict[str, object]:
 
 
 def receipt_json(torn: Teardown) -> dict[str, object]:
-    receipt = torn.receipt
     return {
         "lease": torn.lease_id,
         "tenant": torn.tenant,
         "settled_at": torn.at,
         "devices": list(torn.devices),
-        "proven": receipt.proven,
-        "ladder": receipt.ladder,
-        "containment": receipt.containment,
-        "pids": list(receipt.pids),
-        "freed_bytes": receipt.freed_bytes,
-        "scrubbed_bytes": receipt.scrubbed_bytes,
-        "duration_us": receipt.duration_us,
-        "detail": receipt.detail,
+        **asdict(torn.receipt),
     }
 
 

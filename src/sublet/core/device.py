@@ -211,3 +211,13 @@ def join(device: Device, resident: Resident) -> Device:
         device_leases=device.device_leases + _wants_all(resident),
         sole_tenant=resident.tenant if alone else MANY_TENANTS,
     )
+
+
+#: What a desktop's windows may come and go by.
+SLACK_BYTES = 8 << 20
+
+
+def left_behind(used_bytes: int, baseline_bytes: int) -> int:
+    """What is in use beyond what was in use before anybody leased the device; 0 when it is only the usual coming and going."""
+    excess = used_bytes - baseline_bytes
+    return excess if excess > SLACK_BYTES else 0

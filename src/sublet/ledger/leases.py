@@ -9,7 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from sublet.core import meter
 from sublet.core.device import Slice
@@ -286,16 +286,7 @@ def settle(tx: Tx, lease_id: str, epoch: int, receipt: Receipt) -> bool:
     lease = lease_of(row)
     if lease.epoch != epoch or lease.state is not LeaseState.ENDED or lease.settled_at:
         return False
-    body: dict[str, object] = {
-        "proven": receipt.proven,
-        "ladder": receipt.ladder,
-        "containment": receipt.containment,
-        "pids": list(receipt.pids),
-        "freed_bytes": receipt.freed_bytes,
-        "scrubbed_bytes": receipt.scrubbed_bytes,
-        "duration_us": receipt.duration_us,
-        "detail": receipt.detail,
-    }
+    body: dict[str, object] = asdict(receipt)
     write_main(tx, "lease.settled", lease.tenant, lease.id, body)
     receipts.keep(tx, lease, receipt)
     tx.run("UPDATE lease SET settled_at = ? WHERE id = ?", tx.now, lease.id)

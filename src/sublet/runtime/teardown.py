@@ -4,17 +4,21 @@ Rules of this file:
 - Order: end and confirm every process, wait until the device's memory is back, overwrite it where the next tenant could read it.
 - "Back" is measured device-wide and compared with a baseline: a dead process is in no list, but what it left is in the sum.
   What living leases hold on the same device is theirs and does not count.
+- A device that cannot be asked, or does not answer, holds up nobody's death: it is then simply not proven clean.
 - The baseline is what is in use when nothing is leased: a desktop, a driver's own share. It is only ever lowered.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from sublet.core.device import Device, Slice
-from sublet.core.errors import SubletError
+from sublet.core.device import Device, Slice, left_behind
+from sublet.core.errors import DeviceFault, SubletError
 from sublet.core.lease import Holder
 from sublet.core.values import format_size
 from sublet.failpoints import failpoint
@@ -23,8 +27,8 @@ from sublet.ports.processes import Processes, Receipt
 
 #: A driver frees a killed process's memory within this, or something holds it.
 BACK_WAIT_US = 2_000_000
-#: What a desktop's windows may come and go by.
-SLACK_BYTES = 8 << 20
+#: How long a device may take to say what is in use: while a process still lives, and when nothing waits for it any more.
+ASK_BEFORE_S, ASK_AFTER_S = 0.1, 5.0
 
 Scrub = Callable[[Device, int], int]
 
@@ -33,7 +37,7 @@ Scrub = Callable[[Device, int], int]
 class _Place:
     device: Device
     slice_bytes: int
-    used_bytes: int | None
+    held_bytes: int  # when the teardown began
 
 
 class DeviceMemory:
@@ -43,16 +47,41 @@ class DeviceMemory:
         self._drivers = drivers
         self._baseline: dict[str, int] = {}
 
-    def used(self, device: Device, besides: frozenset[int]) -> int | None:
+    def used(self, device: Device, besides: frozenset[int], *, patience_s: float = ASK_AFTER_S) -> int | None:
+        """None when only process death can tell; `DeviceFault` when the device fails or does not answer."""
         driver = self._drivers.get(device.driver)
-        return None if driver is None else driver.used_bytes(device.id, device.ordinal, besides)
+        if driver is None:
+            return None
+        answers: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(driver.used_bytes(device.id, device.ordinal, besides))
+            except Exception as e:
+                answers.put(e)
+
+        # In a thread of its own: a wedged driver hangs in the kernel, where nothing can be given up.
+        threading.Thread(target=ask, name="sublet-measure", daemon=True).start()
+        try:
+            answer = answers.get(timeout=patience_s)
+        except queue.Empty:
+            raise DeviceFault(f"it did not say within {patience_s:g} s what is in use on it") from None
+        if isinstance(answer, SubletError):
+            raise answer
+        if isinstance(answer, Exception):
+            raise DeviceFault(f"it cannot say what is in use on it: {answer}") from answer
+        return answer
 
     def keeps_contents(self, device: Device) -> bool:
         driver = self._drivers.get(device.driver)
         return driver is not None and driver.capabilities(device.ordinal).keeps_contents
 
     def note_baseline(self, device: Device, besides: frozenset[int]) -> None:
-        used = self.used(device, besides)
+        used = None
+        with contextlib.suppress(
+            DeviceFault
+        ):  # looked at again soon; until then its teardowns are compared with nothing
+            used = self.used(device, besides)
         if used is not None:
             self._baseline[device.id] = min(used, self._baseline.get(device.id, used))
 
@@ -60,9 +89,14 @@ class DeviceMemory:
         """An operator has looked at the device and called it clean as it is."""
         self._baseline.pop(device_id, None)
 
+    def held_before(self, device: Device, besides: frozenset[int]) -> int:
+        """What will be said to have been freed. Only that: a device that cannot tell must not delay the kill."""
+        with contextlib.suppress(DeviceFault):
+            return self.used(device, besides, patience_s=ASK_BEFORE_S) or 0
+        return 0
+
     def above_baseline(self, device: Device, used: int) -> int:
-        excess = used - self._baseline.get(device.id, 0)
-        return excess if excess > SLACK_BYTES else 0
+        return left_behind(used, self._baseline.get(device.id, 0))
 
 
 class Teardown:
@@ -86,7 +120,11 @@ class Teardown:
         begun = time.monotonic_ns()
         neighbours = others()  # a walk over every process: once before the kill, and once or more after it
         places = [
-            _Place(devices[s.device_id], s.vram_bytes, self._memory.used(devices[s.device_id], neighbours))
+            _Place(
+                devices[s.device_id],
+                s.vram_bytes,
+                self._memory.held_before(devices[s.device_id], neighbours),
+            )
             for s in slices
             if s.device_id in devices
         ]
@@ -104,7 +142,7 @@ class Teardown:
                         f"{BACK_WAIT_US // 1_000_000} s after every process of the lease was gone"
                     )
                     continue
-                freed += max(0, (place.used_bytes or 0) - used)
+                freed += max(0, place.held_bytes - used)
                 failpoint("teardown_before_scrub")
                 if self._memory.keeps_contents(place.device):
                     scrubbed += self._scrub(place.device, place.slice_bytes)
