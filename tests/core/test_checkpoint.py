@@ -122,6 +122,7 @@ def a_manifest(**over: Any) -> Manifest:
         "policy": hexed(5),
         "parent": hexed(6),
         "epoch": 9,
+        "attempt": "a1",
         "tree": {"a": {"$tensor": 0}, "b": [{"$tensor": 1}, {"$bytes": 4}], "c": {"$dict": [[1, None]]}},
         "tensors": (
             TensorEntry(

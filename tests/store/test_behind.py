@@ -41,7 +41,7 @@ def test_the_state_may_change_as_soon_as_it_returns(shelf: Shelf) -> None:
     saved = saving.result(30)
     assert (saved.version, saving.done) == (1, True)
     assert same(shelf.open().load(JOB), state(1))
-    # The same pack as a save that waits would have written, on every replica.
+    # The same pack on every replica.
     assert len({tuple(sorted(p.name for p in (f / "packs").iterdir())) for f in shelf.folders}) == 1
 
 

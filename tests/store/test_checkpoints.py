@@ -25,6 +25,7 @@ from sublet.core.errors import (
     Fenced,
     HeadMoved,
     LeaseLost,
+    NotDurable,
     NotFound,
     QuorumNotReached,
     SubletError,
@@ -604,3 +605,67 @@ def test_errors_are_ours(shelf: Shelf) -> None:
         shelf.save(a_state(2), 1)
     assert isinstance(caught.value, SubletError)
     assert filled(shelf.load()) == 1
+
+
+# --- what a save may refer to --------------------------------------------------------------------------------
+
+
+def packs_of(shelf: Shelf) -> set[str]:
+    return set(next(iter(shelf.open().history(JOB))).packs)
+
+
+def test_a_save_refers_to_its_parent_or_to_what_it_wrote(shelf: Shelf) -> None:
+    """C5: another holder replaced the state meanwhile, so what this one knew is no longer needed by any head: a sweep may have begun to
+    delete it although it is still there."""
+    mine = {"a": np.full(3 << 20, 1, np.uint8)}
+    theirs = {"a": np.full(3 << 20, 2, np.uint8)}
+    shelf.save(mine, 0)
+    old = packs_of(shelf)
+    shelf.open().save(JOB, theirs, expected_version=1, lease=shelf.lease)
+    between = packs_of(shelf)
+    saved = shelf.save(mine, 2)
+    assert saved.bytes_shared == 0
+    assert not packs_of(shelf) & (old | between)
+    assert shelf.save(mine, 3).bytes_written == 0
+
+
+def test_what_a_failed_save_wrote_is_used_by_the_next_while_it_is_young(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1_000]
+    monkeypatch.setattr("sublet.store.checkpoints._now_us", lambda: clock[0])
+    mine = {"a": np.full(3 << 20, 1, np.uint8)}
+    failpoints.arm("before_manifest", "raise")
+    with pytest.raises(FailpointHit):
+        shelf.save(mine, 0)
+    failpoints.disarm()
+    clock[0] += checkpoint.LONGEST_SAVE_US - 1
+    assert shelf.save(mine, 0).bytes_written == 0
+    mine["a"][:] = 2
+    failpoints.arm("before_manifest", "raise")
+    with pytest.raises(FailpointHit):
+        shelf.save(mine, 1)
+    failpoints.disarm()
+    clock[0] += checkpoint.LONGEST_SAVE_US
+    assert shelf.save(mine, 1).bytes_shared == 0
+
+
+def test_a_save_that_takes_too_long_is_given_up(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it wrote first may be old enough to be swept by now."""
+    clock = [1_000]
+    monkeypatch.setattr("sublet.store.checkpoints._now_us", lambda: clock[0])
+    failpoints.arm("after_quorum", lambda: clock.__setitem__(0, clock[0] + checkpoint.LONGEST_SAVE_US + 1))
+    with pytest.raises(NotDurable, match="longer than 6 hours"):
+        shelf.save(a_state(1), 0)
+    failpoints.disarm()
+    assert shelf.version == 0
+    assert shelf.save(a_state(1), 0).version == 1
+
+
+def test_no_two_saves_write_the_same_manifest(shelf: Shelf) -> None:
+    failpoints.arm("after_quorum", "raise")
+    for _ in range(2):
+        with pytest.raises(FailpointHit):
+            shelf.save(a_state(1), 0)
+    failpoints.disarm()
+    assert len({p.name for p in shelf.files("manifests")}) == 2

@@ -27,6 +27,8 @@ MAX_MANIFEST_BYTES = 64 << 20
 MAX_STATE_BYTES = 1 << 46
 MAX_PARTS = 1 << 20
 FORMAT = 1
+#: A save that takes longer is given up: what it wrote may be swept from twice this age on (C5).
+LONGEST_SAVE_US = 6 * 3600 * 1_000_000
 
 
 def aligned(offset: int, to: int) -> int:
@@ -112,6 +114,7 @@ class Manifest:
     policy: str  # digest of the replica policy
     parent: str  # digest of the manifest before, '' for the first
     epoch: int
+    attempt: str  # random: no two saves ever write the same manifest, so one that was swept never comes back
     tree: Any
     tensors: tuple[TensorEntry, ...]
     storages: tuple[Span, ...]
@@ -130,6 +133,7 @@ class Manifest:
             "policy": self.policy,
             "parent": self.parent,
             "epoch": self.epoch,
+            "attempt": self.attempt,
             "size": self.size,
             "packs": packs,
             "chunks": [[c.span.offset, c.span.size, c.digest, index[c.pack], c.at] for c in self.chunks],
@@ -237,6 +241,7 @@ def _read(body: Any) -> Manifest:
         policy=_text(body["policy"]),
         parent=_text(body["parent"]),
         epoch=_number(body["epoch"], 1 << 62),
+        attempt=_text(body["attempt"]),
         tree=body["tree"],
         tensors=tuple(_tensor(t, len(storages)) for t in _list(body["tensors"])),
         storages=tuple(storages),

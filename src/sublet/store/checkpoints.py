@@ -3,8 +3,8 @@
 Rules of this file:
 - Order of a save: copy, chunks to a quorum, manifest to a quorum, then the head, in one transaction with the fence (C1, S2). Before the
   head moved nothing happened; after it everything is durable (C6).
-- A chunk whose bytes are known to be stored is not written again; what is known comes from the last save or load of this process, or
-  from the head's own manifest.
+- A chunk whose bytes are known to be stored is not written again. A save refers to packs of its parent, which is the head until the
+  commit, and to packs this process wrote lately; to nothing else, because anything else a sweep may be about to delete (C5).
 - History is the chain of manifests from the head back, each naming its parent.
 """
 
@@ -12,16 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sublet.core.checkpoint import ChunkEntry, Layout, Manifest, Span, TensorEntry, lay_out, manifest_bytes
+from sublet.core.checkpoint import (
+    LONGEST_SAVE_US,
+    ChunkEntry,
+    Layout,
+    Manifest,
+    Span,
+    TensorEntry,
+    lay_out,
+    manifest_bytes,
+)
 from sublet.core.effect import Commit
-from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, Misconfigured, NotFound
+from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, Misconfigured, NotDurable, NotFound
 from sublet.core.values import check_job
 from sublet.failpoints import failpoint
 from sublet.ports.ledger import LeaseKey, Ledger
@@ -63,6 +74,10 @@ class _Slot:
     layout: Layout
     entries: list[ChunkEntry | None]  # None: not known to be stored
     saved_as: str = ""  # the manifest this process committed last
+    packs: frozenset[str] = frozenset()  # and what it refers to
+    written: dict[str, int] = field(
+        default_factory=dict
+    )  # packs of saves that were not committed, and since when
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +92,7 @@ class _Copied:
     tree: Any
     tensors: tuple[TensorEntry, ...]
     slot: _Slot
+    since: int
 
 
 class Saving:
@@ -212,15 +228,20 @@ class CheckpointStore:
             tree=taken.tree,
             tensors=taken.tensors,
             slot=slot,
+            since=_now_us(),
         )
 
     def _finish(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
         slot = copied.slot
         kept = functools.cache(self._replicas.kept)
-        slot.entries = [e if e is not None and kept(e.pack) else None for e in slot.entries]
         # Who saved the state before knows what changed since; anybody else looks for what that state had.
         parent = self._parent(copied.parent) if copied.parent != slot.saved_as else None
-        written = self._store_chunks(slot, parent, kept, write)
+        lately = {p for p, since in slot.written.items() if copied.since - since < LONGEST_SAVE_US}
+        usable = lately | (slot.packs if parent is None else set(parent.packs))
+        slot.entries = [
+            e if e is not None and e.pack in usable and kept(e.pack) else None for e in slot.entries
+        ]
+        written = self._store_chunks(copied, parent, kept, write)
         failpoint("before_manifest")
         manifest = Manifest(
             name=copied.name,
@@ -230,6 +251,7 @@ class CheckpointStore:
             policy=digest(self._replicas.policy.to_text().encode()),
             parent=copied.parent,
             epoch=lease.key.epoch,
+            attempt=secrets.token_hex(8),
             tree=copied.tree,
             tensors=copied.tensors,
             storages=slot.layout.storages,
@@ -238,8 +260,14 @@ class CheckpointStore:
         )
         name_of_manifest, _ = self._replicas.put_manifest(manifest_bytes(manifest))
         failpoint("after_quorum")
+        if _now_us() - copied.since > LONGEST_SAVE_US:
+            raise NotDurable(
+                f"the save of {copied.name} took longer than {LONGEST_SAVE_US // 3_600_000_000} hours, and was given up",
+                remedy="use faster replicas; what was written is shared with the next save",
+            )
         committed = self._commit(self._ledger(), lease, manifest, name_of_manifest)
-        slot.saved_as = name_of_manifest
+        slot.saved_as, slot.packs = name_of_manifest, frozenset(manifest.packs)
+        slot.written.clear()
         total = sum(c.size for c in slot.layout.chunks)
         return Saved(
             version=committed, digest=name_of_manifest, bytes_written=written, bytes_shared=total - written
@@ -263,9 +291,10 @@ class CheckpointStore:
         return slot
 
     def _store_chunks(
-        self, slot: _Slot, parent: Manifest | None, kept: Callable[[str], bool], write: Write
+        self, copied: _Copied, parent: Manifest | None, kept: Callable[[str], bool], write: Write
     ) -> int:
         """Everything not known to be stored: looked for by digest in the parent, written if it is not there."""
+        slot = copied.slot
         unknown = [n for n, entry in enumerate(slot.entries) if entry is None]
         stored: dict[tuple[str, int], ChunkEntry] = {}
         if parent is not None and unknown:
@@ -288,6 +317,7 @@ class CheckpointStore:
         spans = [slot.layout.chunks[n] for n in unknown]
         packed = write(slot.arena, spans)
         self._replicas.require(packed.confirmed, packed.failed, "the state")
+        slot.written[packed.pack] = copied.since
         for number, span, name, at in zip(unknown, spans, packed.digests, packed.places, strict=True):
             slot.entries[number] = ChunkEntry(span, name, packed.pack, at)
         return sum(span.size for span in spans)
@@ -397,6 +427,11 @@ class CheckpointStore:
             self._replicas.spread_manifest(manifest_bytes(manifest), health)
         self._replicas.repair(manifests, health)
         return health
+
+
+def _now_us() -> int:
+    """Goes on while the machine sleeps: so does the age of what was written."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
 
 
 def _is_digest(text: str) -> bool:

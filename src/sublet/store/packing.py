@@ -2,12 +2,14 @@
 
 Rules of this file:
 - A chunk is hashed once and written to each replica, preferred ones first: on one disk the quorum is reached soonest that way.
-- A pack is named by what is in it. Two savers of the same bytes meet at the same name.
+- A pack has a name of its own that nobody ever had: what a sweep has seen to be needed by nobody can then never be needed again (C5).
+  What it holds is verified by its chunks' digests.
 - A replica that fails is left behind and named; whether enough are left is the caller's to decide.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from sublet.core.checkpoint import ALIGN, Span, aligned
-from sublet.core.errors import NotDurable, SubletError
+from sublet.core.errors import SubletError
 from sublet.failpoints import failpoint
 from sublet.ports.store import Draft, Replica
 
@@ -39,10 +41,6 @@ def _blake3() -> Any:
     return import_module("blake3").blake3
 
 
-def pack_name(digests: Sequence[str], spans: Sequence[Span]) -> str:
-    return digest("\n".join(f"{d} {s.size}" for d, s in zip(digests, spans, strict=True)).encode())
-
-
 def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Replica]) -> Packed:
     """The chunks at `spans` of the arena. The arena is readable up to a whole block behind each of them."""
     places: list[int] = []
@@ -51,7 +49,6 @@ def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Repl
         places.append(end)
         end += aligned(span.size, ALIGN)
     failed: dict[str, str] = {}
-    by_name = {replica.name: replica for replica in replicas}
     drafts: dict[str, Draft] = {}
     for replica in replicas:
         try:
@@ -71,7 +68,7 @@ def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Repl
                     if problem:
                         failed.setdefault(name, problem)
             digests = tuple(h.result() for h in hashing)
-        name_of_pack = pack_name(digests, spans)
+        name_of_pack = secrets.token_hex(32)
         pieces = [Span(at, s.size) for s, at in zip(spans, places, strict=True)]
         confirmed = []
         for name, draft in drafts.items():
@@ -79,7 +76,7 @@ def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Repl
                 continue
             failpoint("between_replicas")
             try:
-                _publish(by_name[name], draft, name_of_pack, digests, pieces, arena, spans)
+                draft.publish(name_of_pack, pieces)
                 confirmed.append(name)
             except SubletError as e:
                 failed[name] = e.message
@@ -102,35 +99,6 @@ def verify_pack(replica: Replica, pack: str, digests: Sequence[str], pieces: Seq
         if digest(part) != name:
             return "bad"
     return "good"
-
-
-def _publish(
-    replica: Replica,
-    draft: Draft,
-    pack: str,
-    digests: Sequence[str],
-    pieces: Sequence[Span],
-    arena: memoryview,
-    spans: Sequence[Span],
-) -> None:
-    """A bad copy from before under the same name is set aside: it must not keep the good one out."""
-    try:
-        draft.publish(pack, pieces)
-        return
-    except SubletError:
-        if verify_pack(replica, pack, digests, pieces) != "bad":
-            raise
-    try:
-        replica.set_aside("pack", pack)
-    except OSError as e:
-        raise NotDurable(f"{replica.name} has a bad copy that cannot be set aside: {e.strerror or e}") from e
-    again = replica.begin_pack(pieces[-1].end)
-    try:
-        for span, piece in zip(spans, pieces, strict=True):
-            again.write(piece.offset, arena[span.offset : span.offset + aligned(span.size, ALIGN)])
-        again.publish(pack, pieces)
-    finally:
-        again.discard()
 
 
 def _write(draft: Draft, arena: memoryview, span: Span, at: int) -> str:
