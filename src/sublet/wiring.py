@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +28,7 @@ from sublet.core.errors import DeviceFault, Misconfigured, SubletError, WardenRu
 from sublet.drivers.opening import Opening, installed_drivers, open_device
 from sublet.drivers.probe import find_devices
 from sublet.drivers.remote import RemoteSession
+from sublet.hosting.arenas import ArenaHolder, HeldArenas
 from sublet.hosting.clock import HostClock
 from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.processes import HostProcesses
@@ -145,7 +146,17 @@ def checkpoints(
         policy = ReplicaPolicy(replicas=len(replicas), domains=tuple(r.domain for r in replicas))
     for replica in replicas:
         replica.check()
-    return CheckpointStore(Replicas(replicas, policy), lambda: open_ledger(settings))
+    memory = HeldArenas(settings.home / "run", _arenas_name(settings))
+    return CheckpointStore(Replicas(replicas, policy), lambda: open_ledger(settings), memory)
+
+
+def _arenas_name(settings: Settings) -> str:
+    return f"{warden_lock_path(settings).stem}.arenas"
+
+
+def hold_arenas(settings: Settings, log: Callable[[str], None]) -> ArenaHolder:
+    """The memory tier, for as long as a warden serves."""
+    return ArenaHolder(settings.home / "run", _arenas_name(settings), log=log)
 
 
 def processes(settings: Settings) -> HostProcesses:
@@ -268,7 +279,9 @@ def scrub(device: Device, size: int) -> int:
     return int(done.stdout)
 
 
-def make_warden(settings: Settings, *, idle_exit_us: int | None, log: Any) -> Warden:
+def make_warden(
+    settings: Settings, *, idle_exit_us: int | None, log: Any, needed: Callable[[], bool] = lambda: False
+) -> Warden:
     return Warden(
         open_ledger(settings),
         processes(settings),
@@ -278,6 +291,7 @@ def make_warden(settings: Settings, *, idle_exit_us: int | None, log: Any) -> Wa
         DeviceMemory(installed_drivers()),
         scrub,
         idle_exit_us=idle_exit_us,
+        needed=needed,
         log=log,
     )
 

@@ -12,7 +12,7 @@ import click
 from sublet.core.errors import Disconnected, WardenRunning
 from sublet.core.values import parse_duration
 from sublet.settings import load_settings
-from sublet.wiring import make_warden, open_ledger, single_warden
+from sublet.wiring import hold_arenas, make_warden, open_ledger, single_warden
 
 
 def _log(line: str) -> None:
@@ -31,8 +31,8 @@ def warden(idle_exit: str | None) -> None:
     idle_us = parse_duration(idle_exit, what="idle-exit") if idle_exit else None
     while True:
         try:
-            with single_warden(settings) as fd:
-                keeper = make_warden(settings, idle_exit_us=idle_us, log=_log)
+            with single_warden(settings) as fd, hold_arenas(settings, _log) as arenas:
+                keeper = make_warden(settings, idle_exit_us=idle_us, log=_log, needed=arenas.holding)
                 ledger = open_ledger(settings)
                 if settings.policy is not None and settings.policy != ledger.policy():
                     ledger.set_policy(settings.policy, actor=settings.origin("host"))

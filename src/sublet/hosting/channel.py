@@ -15,7 +15,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from sublet.hosting.blocks import Borrower, Lender
 
@@ -119,6 +120,16 @@ class Channel:
             self.socket.close()
         self._lent.close()
         self._borrowed.close()
+
+
+@contextlib.contextmanager
+def reachable(folder: Path, name: str) -> Iterator[str]:
+    """A path of the file short enough for a socket's address, however deep the folder lies."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{name}"
+    finally:
+        os.close(fd)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -30,12 +30,19 @@ from sublet import inside
 from sublet.core.errors import BadInput, CallFailed, Misconfigured, SubletError, WorkerLost
 from sublet.core.lease import Holder
 from sublet.hosting import worker
-from sublet.hosting.channel import Channel, ChannelClosed, look_briefly, pair, receive_with_fds, send_with_fds
+from sublet.hosting.channel import (
+    Channel,
+    ChannelClosed,
+    look_briefly,
+    pair,
+    reachable,
+    receive_with_fds,
+    send_with_fds,
+)
 from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.pickling import unpack, unpack_whole
 from sublet.hosting.processes import ended
 from sublet.hosting.shipping import UNSENDABLE, Parcel, Shipped
-from sublet.hosting.zygote import reachable
 from sublet.ports.worker import Call
 
 START_SECONDS = 60.0

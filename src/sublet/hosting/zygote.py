@@ -22,11 +22,10 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from sublet.hosting import containment, linux
-from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
+from sublet.hosting.channel import pair, reachable, receive_with_fds, send_with_fds
 from sublet.hosting.processes import all_stats, children_of
 from sublet.hosting.supervisor import spare
 from sublet.hosting.worker import serve
@@ -37,16 +36,6 @@ LOOK_SECONDS = 1.0
 SPARE_AFTER_SECONDS = 0.15
 ASK_PATIENCE_SECONDS = 2.0
 _CREDENTIALS = struct.Struct("iII")
-
-
-@contextlib.contextmanager
-def reachable(folder: Path, name: str) -> Iterator[str]:
-    """A path of the file short enough for a socket's address, however deep the folder lies."""
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{name}"
-    finally:
-        os.close(fd)
 
 
 class Zygote:

@@ -80,6 +80,7 @@ class Warden:
         scrub: Scrub,
         *,
         idle_exit_us: int | None = None,
+        needed: Callable[[], bool] = lambda: False,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._ledger = ledger
@@ -90,6 +91,7 @@ class Warden:
         self._memory = memory
         self._teardown = Teardown(processes, memory, scrub)
         self._idle_exit_us = idle_exit_us
+        self._needed = needed  # by others than its leases
         self._log = log
         self._lock = threading.Lock()
         self._shared = _Shared()
@@ -285,7 +287,7 @@ class Warden:
             self._wake()
             now = self._clock.monotonic_us()
             with self._lock:
-                if self._shared.watched or self._shared.unsettled:
+                if self._shared.watched or self._shared.unsettled or self._needed():
                     idle_since = now
             if self._idle_exit_us is not None and now - idle_since >= self._idle_exit_us:
                 self._log("nothing leased here for a while: leaving")

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from sublet.core.checkpoint import Layout, Span
+from sublet.core.checkpoint import Layout, Span, aligned
 
 THREADS = 2
+#: Fresh pages come from the kernel, or from the host below it, and wait there: more threads than cores.
+POPULATE_THREADS = 4
+_MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memmove.restype = ctypes.c_void_p
@@ -27,26 +32,54 @@ _PIECE = 1 << 20
 
 
 class Arena:
-    def __init__(self, size: int, fd: int = -1, *, shared: bool = True) -> None:
+    def __init__(self, size: int, fd: int = -1, *, shared: bool = True, populate: bool = True) -> None:
         """A new one of zeros, or the one behind a descriptor that was given to us. One that is not shared has no descriptor: what
         becomes a loaded state's own memory must not be the memory of processes forked later too."""
         self.size = max(size, mmap.PAGESIZE)
         self.fd = fd
         if fd < 0 and shared:
-            self.fd = os.memfd_create("sublet-arena", os.MFD_CLOEXEC)
+            self.fd = os.memfd_create("sublet-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.size)
+            # Whoever maps it as well must not find it shorter one day.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        elif shared and os.fstat(self.fd).st_size < self.size:
+            raise ValueError("the arena is shorter than what should be in it")
         kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.map = mmap.mmap(self.fd, self.size, flags=kind | mmap.MAP_POPULATE)
+        self.map = mmap.mmap(self.fd, self.size, flags=kind)
         self._anchor = ctypes.c_char.from_buffer(self.map)
         self.address = ctypes.addressof(self._anchor)
         self.view = memoryview(self.map)
+        if populate and fd < 0:
+            self._populate_all()
 
-    def take(self, storages: Sequence[memoryview], layout: Layout, *, all_new: bool) -> list[bool]:
-        """Copy the storages in; for each chunk, whether it is different from what lay there."""
+    def populate(self, span: Span) -> None:
+        """Have the pages now. A kernel that cannot gives them when they are touched."""
+        first = span.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(aligned(span.end, mmap.PAGESIZE), aligned(self.size, mmap.PAGESIZE))
+        _libc.madvise(self.address + first, last - first, _MADV_POPULATE_WRITE)
+
+    def _populate_all(self) -> None:
+        if self.size <= POPULATE_THREADS * _PIECE:
+            self.populate(Span(0, self.size))
+            return
+        each = aligned(-(-self.size // POPULATE_THREADS), mmap.PAGESIZE)
+        parts = [Span(at, min(each, self.size - at)) for at in range(0, self.size, each)]
+        with ThreadPoolExecutor(POPULATE_THREADS) as pool:
+            list(pool.map(self.populate, parts))
+
+    def take(
+        self,
+        storages: Sequence[memoryview],
+        layout: Layout,
+        *,
+        all_new: bool,
+        only: Sequence[int] | None = None,
+    ) -> list[bool]:
+        """Copy the storages in, or only those of these numbers; for each chunk, whether it is different from what lay there."""
         pieces: list[tuple[int, Span, memoryview]] = []
         chunk = 0
-        order = sorted(range(len(storages)), key=lambda n: layout.storages[n].offset)
-        for number in order:
+        numbers = range(len(storages)) if only is None else only
+        for number in sorted(numbers, key=lambda n: layout.storages[n].offset):
             place, memory = layout.storages[number], storages[number]
             if not place.size:
                 continue
@@ -70,7 +103,7 @@ class Arena:
 
     def _put(self, piece: tuple[int, Span, memoryview]) -> bool:
         _, span, memory = piece
-        source = _address_of(memory)
+        source = address_of(memory)
         target = self.address + span.offset
         at = 0
         while at < span.size:
@@ -91,7 +124,7 @@ class Arena:
             os.close(self.fd)
 
 
-def _address_of(memory: memoryview) -> int:
+def address_of(memory: memoryview) -> int:
     """Where the bytes lie, also of memory that may not be written to."""
     if memory.readonly:
         holder = ctypes.py_object(memory)

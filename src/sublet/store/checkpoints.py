@@ -6,6 +6,7 @@ Rules of this file:
 - A chunk whose bytes are known to be stored is not written again. A save refers to packs of its parent, which is the head until the
   commit, and to packs this process wrote lately; to nothing else, because anything else a sweep may be about to delete (C5).
 - History is the chain of manifests from the head back, each naming its parent.
+- A load into tensors goes through the arena the next save will copy into: its pages are there then, and only what changed is written.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sublet.core.checkpoint import (
     LONGEST_SAVE_US,
     ChunkEntry,
-    Layout,
     Manifest,
     Span,
     TensorEntry,
@@ -32,14 +31,27 @@ from sublet.core.checkpoint import (
     manifest_bytes,
 )
 from sublet.core.effect import Commit
-from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, Misconfigured, NotDurable, NotFound
+from sublet.core.errors import (
+    BadInput,
+    Damaged,
+    Disconnected,
+    HeadMoved,
+    Misconfigured,
+    NotDurable,
+    NotFound,
+    SubletError,
+)
 from sublet.core.values import check_job
 from sublet.failpoints import failpoint
 from sublet.ports.ledger import LeaseKey, Ledger
+from sublet.ports.memory import HostMemory
 from sublet.store.arena import Arena
 from sublet.store.background import Writer
 from sublet.store.packing import Packed, digest, write_pack
 from sublet.store.replicas import Health, Replicas
+from sublet.store.restoring import check_fits, chunks_of, copy_into, lends, only, storages_of
+from sublet.store.saving import Owned, Saved, Saving
+from sublet.store.slots import Slot, Slots, layout_of, unknown
 from sublet.store.tree import put_together, take_apart
 
 READERS = 4
@@ -59,28 +71,6 @@ class Fenced(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    version: int
-    digest: str
-    bytes_written: int
-    bytes_shared: int
-
-
-@dataclass(slots=True)
-class _Slot:
-    """The last state of one name that this process saved or loaded, and where its chunks are stored."""
-
-    arena: Arena
-    layout: Layout
-    entries: list[ChunkEntry | None]  # None: not known to be stored
-    saved_as: str = ""  # the manifest this process committed last
-    packs: frozenset[str] = frozenset()  # and what it refers to
-    written: dict[str, int] = field(
-        default_factory=dict
-    )  # packs of saves that were not committed, and since when
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Copied:
     """A save whose bytes are in the arena, and what will be said about them."""
 
@@ -91,46 +81,20 @@ class _Copied:
     parent: str
     tree: Any
     tensors: tuple[TensorEntry, ...]
-    slot: _Slot
+    slot: Slot
     since: int
 
 
-class Saving:
-    """A save under way."""
-
-    def __init__(self, work: Callable[[], Saved]) -> None:
-        self._outcome: Saved | BaseException | None = None
-        # Not a daemon: a program that comes to its end waits for its last save.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="sublet-save")
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Saved]) -> None:
-        try:
-            self._outcome = work()
-        except BaseException as e:
-            self._outcome = e
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self, timeout: float | None = None) -> Saved:
-        """Wait for it. Raises what went wrong, or `TimeoutError` when it is still under way."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError("the save is still under way")
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
-
-
 class CheckpointStore:
-    def __init__(self, replicas: Replicas, ledger: Callable[[], Ledger]) -> None:
+    def __init__(
+        self, replicas: Replicas, ledger: Callable[[], Ledger], memory: HostMemory | None = None
+    ) -> None:
         self._replicas = replicas
         self._ledger = ledger
-        self._slots: dict[str, _Slot] = {}
+        self._slots = Slots(memory)
         self._behind: Saving | None = None
+        self._owned: Owned | None = None
+        self._ahead: dict[str, threading.Thread] = {}
         self._writer = Writer()
         self.health = Health()
 
@@ -139,12 +103,9 @@ class CheckpointStore:
         try:
             self.settle()
         finally:
+            self._join_ahead()
             self._writer.close()
-            self._free()
-
-    def _free(self) -> None:
-        while self._slots:
-            self._slots.popitem()[1].arena.close()
+            self._slots.close()
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -179,19 +140,33 @@ class CheckpointStore:
         lease: Fenced,
         schema: str = "",
         step: int | None = None,
+        overlap: Any = None,
     ) -> Saving:
         """Copied when it returns: the state may change at once. Hashed, written and committed behind the next steps, by another process.
+
+        With `overlap=optimizer` (or a list of them) what the optimizer owns is copied behind the next forward and backward passes
+        too, at the latest when the optimizer steps. Nothing else may write to its parameters until then.
 
         One at a time: the next save waits for this one, and raises what became of it if it failed. Its head has then not moved.
         """
         self.settle()
-        copied = self._copy(name, state, expected_version, lease, schema, step)
-        self._behind = Saving(lambda: self._finish(copied, lease, self._write_elsewhere))
+        if overlap is None:
+            copied = self._copy(name, state, expected_version, lease, schema, step)
+            self._behind = Saving(lambda: self._finish(copied, lease, self._write_elsewhere))
+            return self._behind
+        owned = Owned(overlap)
+        copied = self._copy(name, state, expected_version, lease, schema, step, owned)
+        self._owned = owned
+        owned.finish_before_steps()
+        self._behind = Saving(lambda: self._finish(copied, lease, self._write_elsewhere), first=owned.copied)
         return self._behind
 
     def settle(self) -> None:
         """Wait for the save that is under way, if there is one, and raise what went wrong with it. Said once."""
         behind, self._behind = self._behind, None
+        owned, self._owned = self._owned, None
+        if owned is not None:
+            owned.let_steps_go()
         if behind is not None:
             behind.result()
 
@@ -203,23 +178,31 @@ class CheckpointStore:
         return self._writer.write(arena, spans, [f"{r.name}@writer" for r in self._replicas.replicas])
 
     def _copy(
-        self, name: str, state: Any, expected_version: int, lease: Fenced, schema: str, step: int | None
+        self,
+        name: str,
+        state: Any,
+        expected_version: int,
+        lease: Fenced,
+        schema: str,
+        step: int | None,
+        owned: Owned | None = None,
     ) -> _Copied:
-        """What the training thread pays for: everything after this needs the arena, and not the state."""
+        """What the training thread pays for: everything after this needs the arena, and not the state (or what is owned of it)."""
         check_job(name)
         lease.check()
+        self._join_ahead()
         head = self._ledger().head(name)
         version = head.version if head is not None else 0
         if version != expected_version:
             raise HeadMoved(f"{name} is at version {version}, not {expected_version}", version=version)
         taken = take_apart(state)
         layout = lay_out([s.nbytes for s in taken.storages])
-        slot = self._slot(name, layout)
+        slot = self._slots.place(name, layout)
         known, slot.entries = slot.entries, [None] * len(layout.chunks)  # nothing, if the copy is interrupted
         fresh = all(entry is None for entry in known)
-        dirty = slot.arena.take(taken.storages, layout, all_new=fresh)
-        slot.entries = [None if changed else entry for entry, changed in zip(known, dirty, strict=True)]
-        return _Copied(
+        now, later = owned.split(taken) if owned is not None else (None, [])
+        dirty = slot.arena.take(taken.storages, layout, all_new=fresh, only=now)
+        copied = _Copied(
             name=name,
             version=expected_version + 1,
             step=step if step is not None else (head.step if head else 0) + 1,
@@ -230,6 +213,11 @@ class CheckpointStore:
             slot=slot,
             since=_now_us(),
         )
+        if owned is None:
+            slot.entries = _unchanged(known, dirty)
+        else:
+            owned.leave(slot, taken, layout, later, lambda more: _unchanged(known, dirty, more))
+        return copied
 
     def _finish(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
         slot = copied.slot
@@ -258,7 +246,8 @@ class CheckpointStore:
             chunks=tuple(e for e in slot.entries if e is not None),
             size=slot.layout.size,
         )
-        name_of_manifest, _ = self._replicas.put_manifest(manifest_bytes(manifest))
+        data = manifest_bytes(manifest)
+        name_of_manifest, _ = self._replicas.put_manifest(data)
         failpoint("after_quorum")
         if _now_us() - copied.since > LONGEST_SAVE_US:
             raise NotDurable(
@@ -266,8 +255,8 @@ class CheckpointStore:
                 remedy="use faster replicas; what was written is shared with the next save",
             )
         committed = self._commit(self._ledger(), lease, manifest, name_of_manifest)
-        slot.saved_as, slot.packs = name_of_manifest, frozenset(manifest.packs)
-        slot.written.clear()
+        slot.settle_on(name_of_manifest, manifest)
+        self._slots.remember(copied.name, slot, name_of_manifest, data)
         total = sum(c.size for c in slot.layout.chunks)
         return Saved(
             version=committed, digest=name_of_manifest, bytes_written=written, bytes_shared=total - written
@@ -279,16 +268,6 @@ class CheckpointStore:
             return self._replicas.manifest(digest, self.health) if digest else None
         except Damaged:
             return None
-
-    def _slot(self, name: str, layout: Layout) -> _Slot:
-        slot = self._slots.get(name)
-        if slot is not None and slot.layout == layout:
-            return slot
-        if slot is not None:
-            del self._slots[name]
-            slot.arena.close()
-        slot = self._slots[name] = _Slot(Arena(layout.size), layout, [None] * len(layout.chunks))
-        return slot
 
     def _store_chunks(
         self, copied: _Copied, parent: Manifest | None, kept: Callable[[str], bool], write: Write
@@ -348,41 +327,112 @@ class CheckpointStore:
     # loading
 
     def load(
-        self, name: str, *, version: int | None = None, schema: str | None = None, into: Any = None
+        self,
+        name: str,
+        *,
+        version: int | None = None,
+        schema: str | None = None,
+        into: Any = None,
+        keys: Sequence[str] | None = None,
     ) -> Any:
-        """The state as it was saved, every byte verified. `into` restores in place where shapes and types agree."""
-        manifest = self.manifest(name, version)
+        """The state as it was saved, every byte verified. `into` restores in place where shapes and types agree; `keys` names the
+        parts that are wanted, as `sublet checkpoint show` lists them, and nothing else is read."""
+        self._join_ahead(name)
+        manifest = (self._recall(name) if version is None else None) or self.manifest(name, version)
         if schema is not None and manifest.schema != schema:
             raise BadInput(
                 f"{name} was saved with schema {manifest.schema!r}, not {schema!r}",
                 remedy="load it with the code that saved it, or without schema= to convert it",
             )
-        layout = Layout(manifest.storages, tuple(c.span for c in manifest.chunks), manifest.size)
-        try:
-            arena = Arena(manifest.size, shared=False)
-        except (OSError, OverflowError) as e:
-            raise Misconfigured(
-                f"{name} needs {manifest.size} bytes of memory, which this machine has not"
-            ) from e
-        self._fill(arena, manifest)
-        state = put_together(
-            manifest.tree,
-            manifest.tensors,
-            lambda n: arena.view[layout.storages[n].offset : layout.storages[n].end],
-        )
-        if into is None:
-            return state
-        copy_into(state, into, "state")
+        keys = [keys] if isinstance(keys, str) else keys
+        tree = manifest.tree if keys is None else only(manifest, keys)
+        busy = self._behind is not None and not self._behind.done
+        if into is None or keys is not None or version is not None or busy:
+            state = self._load_apart(manifest, tree, None if keys is None else storages_of(tree, manifest))
+            if into is None:
+                return state
+            check_fits(state, into, part=keys is not None)
+        else:
+            state = self._put_together(manifest, tree, self._fill_slot(manifest).arena)
+            check_fits(state, into)
+            if lends(state, into):
+                state = self._load_apart(manifest, tree, None)
+        copy_into(state, into)
         return into
 
-    def _fill(self, arena: Arena, manifest: Manifest) -> None:
+    def prefetch(self, name: str) -> None:
+        """Begin to read the newest state into memory, while the program imports and builds what it will be loaded into."""
+        if name in self._ahead or self._slots.get(check_job(name)) is not None:
+            return
+
+        def read() -> None:
+            with contextlib.suppress(SubletError, OSError):  # the load that follows says what is wrong
+                self._fill_slot(self._recall(name) or self.manifest(name))
+
+        self._ahead[name] = threading.Thread(target=read, name="sublet-prefetch", daemon=True)
+        self._ahead[name].start()
+
+    def _join_ahead(self, name: str | None = None) -> None:
+        for key in [name] if name is not None else list(self._ahead):
+            thread = self._ahead.pop(key, None)
+            if thread is not None:
+                thread.join()
+
+    def _recall(self, name: str) -> Manifest | None:
+        head = self._ledger().head(check_job(name))
+        return self._slots.recall(name, head.digest) if head is not None else None
+
+    def _put_together(self, manifest: Manifest, tree: Any, arena: Arena) -> Any:
+        spans = manifest.storages
+        return put_together(tree, manifest.tensors, lambda n: arena.view[spans[n].offset : spans[n].end])
+
+    def _load_apart(self, manifest: Manifest, tree: Any, storages: set[int] | None) -> Any:
+        """Into memory that becomes the state's own. Nothing is copied a second time."""
+        wanted = range(len(manifest.chunks)) if storages is None else chunks_of(storages, manifest)
+        with _enough_memory(manifest):
+            arena = Arena(manifest.size, shared=False, populate=False)
+        self._read(arena, manifest, wanted)
+        return self._put_together(manifest, tree, arena)
+
+    def _fill_slot(self, manifest: Manifest) -> Slot:
+        """The slot of this name has the manifest's state when it returns: what it had already is not read again."""
+        with _enough_memory(manifest):
+            slot = self._slots.place(manifest.name, layout_of(manifest), populate=False)
+        wanted = unknown(slot, manifest.chunks)
+        if wanted:
+            for number in wanted:
+                slot.entries[number] = None
+            wanted = self._verified(slot, manifest, wanted)
+            self._read(slot.arena, manifest, wanted)
+            slot.entries = list(manifest.chunks)
+            data = manifest_bytes(manifest)
+            slot.settle_on(digest(data), manifest)
+            self._slots.remember(manifest.name, slot, slot.saved_as, data)
+        return slot
+
+    def _verified(self, slot: Slot, manifest: Manifest, numbers: Sequence[int]) -> list[int]:
+        """Those of them that an arena which outlived its process has not in good order."""
+        if not slot.inherited:
+            return list(numbers)
+        slot.inherited = False
+
+        def differs(number: int) -> bool:
+            chunk = manifest.chunks[number]
+            return digest(slot.arena.view[chunk.span.offset : chunk.span.end]) != chunk.digest
+
+        with ThreadPoolExecutor(READERS) as pool:
+            return [n for n, bad in zip(numbers, pool.map(differs, numbers), strict=True) if bad]
+
+    def _read(self, arena: Arena, manifest: Manifest, numbers: Sequence[int]) -> None:
         health = Health()
 
-        def read(chunk: ChunkEntry) -> None:
+        def read(number: int) -> None:
+            chunk = manifest.chunks[number]
+            arena.populate(chunk.span)
             self._replicas.chunk(chunk, arena.view[chunk.span.offset : chunk.span.end], health)
 
         with ThreadPoolExecutor(READERS) as pool:
-            list(pool.map(read, manifest.chunks))
+            list(pool.map(read, numbers))
         if health.wanting:
             # Older versions share these packs, and want what they have of them.
             kept = [m for m in self.history(manifest.name) if m.version != manifest.version]
@@ -429,6 +479,20 @@ class CheckpointStore:
         return health
 
 
+@contextlib.contextmanager
+def _enough_memory(manifest: Manifest) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, OverflowError) as e:
+        raise Misconfigured(
+            f"{manifest.name} needs {manifest.size} bytes of memory, which this machine has not"
+        ) from e
+
+
+def _unchanged(known: Sequence[ChunkEntry | None], *dirty: Sequence[bool]) -> list[ChunkEntry | None]:
+    return [None if any(changed) else entry for entry, *changed in zip(known, *dirty, strict=True)]
+
+
 def _now_us() -> int:
     """Goes on while the machine sleeps: so does the age of what was written."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
@@ -436,58 +500,3 @@ def _now_us() -> int:
 
 def _is_digest(text: str) -> bool:
     return len(text) == 64 and set(text) <= set("0123456789abcdef")
-
-
-def copy_into(source: Any, target: Any, path: str) -> None:
-    """Tensors copied in place, everything else replaced in its container. All of it, or `BadInput` and nothing."""
-    if not isinstance(target, (dict, list)) and not _is_array(target):
-        raise BadInput(f"{path} cannot be restored in place: give a dict or list of tensors")
-    _check_fits(source, target, path)
-    _copy(source, target)
-
-
-def _is_array(value: Any) -> bool:
-    """What has memory that can be written: torch's tensors and NumPy's arrays, not its scalars."""
-    numpy = sys.modules.get("numpy")
-    return hasattr(value, "copy_") or (numpy is not None and isinstance(value, numpy.ndarray))
-
-
-def _members(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, dict) else list(range(len(value)))
-
-
-def _check_fits(source: Any, target: Any, path: str) -> None:
-    if isinstance(target, dict):
-        if not isinstance(source, dict) or source.keys() != target.keys():
-            raise BadInput(f"{path} has other keys than what was saved")
-    elif isinstance(target, list):
-        if not isinstance(source, list) or len(source) != len(target):
-            raise BadInput(f"{path} has another length than what was saved")
-    elif _is_array(target):
-        if (
-            not _is_array(source)
-            or tuple(source.shape) != tuple(target.shape)
-            or source.dtype != target.dtype
-        ):
-            raise BadInput(f"{path} has another shape or type than what was saved")
-        if getattr(getattr(target, "flags", None), "writeable", True) is False:
-            raise BadInput(f"{path} may not be written to")
-        return
-    else:
-        return
-    for key in _members(target):
-        _check_fits(source[key], target[key], f"{path}[{key!r}]")
-
-
-def _copy(source: Any, target: Any) -> None:
-    if not isinstance(target, (dict, list)):
-        if hasattr(target, "copy_"):
-            target.detach().copy_(source.detach())
-        else:
-            target[...] = source
-        return
-    for key in _members(target):
-        if isinstance(target[key], (dict, list)) or _is_array(target[key]):
-            _copy(source[key], target[key])
-        else:
-            target[key] = source[key]

@@ -66,20 +66,19 @@ class DirectoryReplica:
         return self._pack(pack).exists()
 
     def read_pack(self, pack: str, at: int, into: memoryview) -> bool:
+        """Past the page cache as well, as far as whole blocks go: what was written past it is not in there."""
+        path = self._pack(pack)
+        whole = into.nbytes // ALIGN * ALIGN if at % ALIGN == 0 else 0
         try:
-            fd = os.open(self._pack(pack), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return False
-        try:
+            done = _read(path, os.O_DIRECT, at, into[:whole]) if whole else 0
+        except OSError as e:
+            if e.errno != errno.EINVAL:  # a file system without it, or memory that lies askew
+                raise
             done = 0
-            while done < into.nbytes:
-                got = os.preadv(fd, [into[done:]], at + done)
-                if got == 0:
-                    return False
-                done += got
-            return True
-        finally:
-            os.close(fd)
+        if done is None:
+            return False
+        rest = _read(path, 0, at + done, into[done:])
+        return rest is not None and done + rest == into.nbytes
 
     # manifests
 
@@ -208,6 +207,27 @@ class _Draft:
                 os.close(fd)
             with contextlib.suppress(OSError):
                 self._path.unlink()
+
+
+def _read(path: Path, flags: int, at: int, into: memoryview) -> int | None:
+    """How much of it there was; None for a file that is not there."""
+    if not into.nbytes:
+        return 0
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+    except FileNotFoundError:
+        return None
+    try:
+        done = 0
+        while done < into.nbytes:
+            got = os.preadv(fd, [into[done:]], at + done)
+            if got == 0 or (flags and (done + got) % ALIGN):
+                done += got
+                break
+            done += got
+        return done
+    finally:
+        os.close(fd)
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,0 +1,135 @@
+"""A save under way: its thread, its outcome, and the part of a state that is copied while training goes on.
+
+Rules of this file:
+- A program that comes to its end waits for its last save; whoever asks for the outcome gets it, or what went wrong.
+- Only what an optimizer owns is copied late: its parameters and its own state, which nothing but its step writes to. The step waits
+  for the copy. Whatever else changed them meanwhile makes the save fail, not the checkpoint wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sublet.core.checkpoint import ChunkEntry, Layout
+from sublet.core.errors import BadInput, Unsavable
+from sublet.store.arena import address_of
+from sublet.store.slots import Slot
+from sublet.store.tree import Taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    version: int
+    digest: str
+    bytes_written: int
+    bytes_shared: int
+
+
+class Saving:
+    """A save under way."""
+
+    def __init__(self, work: Callable[[], Saved], first: Callable[[], None] = lambda: None) -> None:
+        self._outcome: Saved | BaseException | None = None
+        self._first = first
+        # Not a daemon: a program that comes to its end waits for its last save.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="sublet-save")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Saved]) -> None:
+        try:
+            self._first()
+            self._outcome = work()
+        except BaseException as e:
+            self._outcome = e
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> Saved:
+        """Wait for it. Raises what went wrong, or `TimeoutError` when it is still under way."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError("the save is still under way")
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
+class Owned:
+    """What optimizers own of a state, copied behind the next forward and backward passes."""
+
+    def __init__(self, optimizers: Any) -> None:
+        self._optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self._tensors: list[Any] = []
+        for optimizer in self._optimizers:
+            if not hasattr(optimizer, "register_step_pre_hook") or not hasattr(optimizer, "param_groups"):
+                raise BadInput(
+                    f"overlap= takes torch optimizers, not {type(optimizer).__name__}",
+                    remedy="leave it out: the state is then copied before save_behind returns",
+                )
+            for group in optimizer.param_groups:
+                self._tensors += group["params"]
+            for own in optimizer.state.values():
+                self._tensors += [value for value in own.values() if hasattr(value, "untyped_storage")]
+        self._versions: list[int] = []
+        self._copy: Callable[[], None] = lambda: None
+        self._is_copied = threading.Event()
+        self._hooks: list[Any] = []
+
+    def split(self, taken: Taken) -> tuple[list[int], list[int]]:
+        """The storages that must be copied now, and those that may wait."""
+        owned = {t.untyped_storage().data_ptr() for t in self._tensors if t.device.type == "cpu"}
+        now: list[int] = []
+        later: list[int] = []
+        for number, memory in enumerate(taken.storages):
+            mine = memory.nbytes and address_of(memory) in owned
+            (later if mine else now).append(number)
+        return now, later
+
+    def leave(
+        self,
+        slot: Slot,
+        taken: Taken,
+        layout: Layout,
+        later: Sequence[int],
+        entries: Callable[[list[bool]], list[ChunkEntry | None]],
+    ) -> None:
+        """Remember what is to be copied, and how it looked."""
+        self._versions = [t._version for t in self._tensors]
+
+        def copy() -> None:
+            dirty = slot.arena.take(taken.storages, layout, all_new=False, only=later)
+            slot.entries = entries(dirty)
+
+        self._copy = copy
+
+    def finish_before_steps(self) -> None:
+        """No optimizer steps before the copy is made."""
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._hold_back))
+
+    def _hold_back(self, *_: Any) -> None:
+        self._is_copied.wait()
+
+    def copied(self) -> None:
+        """Called by the thread of the save. What counts the writes that torch knows of must not have counted any before the step."""
+        try:
+            self._copy()
+            changed = [t._version for t in self._tensors] != self._versions
+        finally:
+            self._is_copied.set()
+        if changed:
+            raise Unsavable(
+                "a parameter or the optimizer's state was written to while it was being copied, and not by the optimizer's step",
+                remedy="leave overlap= out, or change parameters only between optimizer.step() and save_behind()",
+            )
+
+    def let_steps_go(self) -> None:
+        """Called by the training thread, between steps: a hook cannot take itself away."""
+        while self._hooks:
+            self._hooks.pop().remove()

@@ -1,0 +1,227 @@
+"""The memory tier: a restart on the same host restores from memory, verified, and never believes more than it verified."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sublet.core.errors import Damaged, NotFound
+from sublet.hosting.arenas import ArenaHolder, HeldArenas
+from sublet.store.checkpoints import CheckpointStore
+from sublet.store.packing import digest
+from sublet.store.replicas import Replicas
+from sublet.store.slots import Slots
+
+from .rig import JOB, Shelf
+
+SAVER = """
+import os
+import sys
+import numpy as np
+from pathlib import Path
+from sublet.core.checkpoint import ReplicaPolicy
+from sublet.hosting.arenas import HeldArenas
+from sublet.ledger.sqlite import open_ledger
+from sublet.ports.ledger import LeaseKey
+from sublet.store.checkpoints import CheckpointStore
+from sublet.store.directory import DirectoryReplica
+from sublet.store.replicas import Replicas
+from sublet.store.tree import take_apart
+from sublet.testing.clock import VirtualClock
+
+arenas, end, then, job, url, epoch, secret, fill, version, *folders = sys.argv[1:]
+
+class Held:
+    key = LeaseKey("holder", int(epoch), secret)
+    def check(self): pass
+
+ledger = open_ledger(url, VirtualClock())
+replicas = Replicas([DirectoryReplica(Path(f)) for f in folders], ReplicaPolicy(replicas=len(folders)))
+store = CheckpointStore(replicas, lambda: ledger, HeldArenas(Path(arenas), "arenas"))
+state = {"a": np.full(3 << 20, 1, np.uint8), "b": np.full(100, int(fill), np.uint8)}
+store.save(job, state, expected_version=int(version), lease=Held())
+exec(then)
+print("saved", flush=True)
+os.kill(os.getpid(), int(end))
+"""
+#: What the beginning of another save does to the arena.
+COPY = "slot = store._slots.get(job); slot.arena.take(take_apart(state).storages, slot.layout, all_new=False)"
+
+
+@pytest.fixture
+def arenas(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "arenas"
+    with ArenaHolder(folder, "arenas"):
+        yield folder
+
+
+def opened(shelf: Shelf, arenas: Path) -> CheckpointStore:
+    ledger = shelf.rig.open()
+    store = CheckpointStore(
+        Replicas(shelf.replicas, shelf.policy), lambda: ledger, HeldArenas(arenas, "arenas")
+    )
+    shelf._opened.append(store)
+    return store
+
+
+def save_and(
+    shelf: Shelf, arenas: Path, fill: int, end: signal.Signals = signal.SIGKILL, then: str = ""
+) -> subprocess.Popen[str]:
+    key = shelf.lease.key
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(arenas), str(int(end)), then, JOB, shelf.rig.url, str(key.epoch), key.secret,
+         str(fill), str(shelf.version), *map(str, shelf.folders)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saved\n"
+    if end == signal.SIGKILL:
+        process.wait()
+    process.stdout.close()
+    return process
+
+
+def lose_all(shelf: Shelf) -> None:
+    for number in range(len(shelf.folders)):
+        shelf.lose(number)
+
+
+def blank() -> dict[str, Any]:
+    return {"a": np.zeros(3 << 20, np.uint8), "b": np.zeros(100, np.uint8)}
+
+
+def is_state(state: Any, fill: int) -> bool:
+    return bool((state["a"] == 1).all() and (state["b"] == fill).all())
+
+
+def test_a_restart_needs_no_replica(shelf: Shelf, arenas: Path) -> None:
+    save_and(shelf, arenas, 7)
+    lose_all(shelf)
+    live = blank()
+    store = opened(shelf, arenas)
+    assert store.load(JOB, into=live) is live
+    assert is_state(live, 7)
+    assert store.health == type(store.health)()
+    with pytest.raises(Damaged):  # and it counted as none: a save from here on writes everything anew
+        shelf.open().load(JOB)
+    for replica in shelf.replicas:
+        replica.check()
+    saved = store.save(JOB, live, expected_version=1, lease=shelf.lease)
+    assert saved.bytes_shared == 0
+    assert is_state(shelf.open().load(JOB), 7)
+
+
+def test_the_next_save_is_incremental(shelf: Shelf, arenas: Path) -> None:
+    save_and(shelf, arenas, 7)
+    live = blank()
+    store = opened(shelf, arenas)
+    store.load(JOB, into=live)
+    live["b"][3] = 9
+    saved = store.save(JOB, live, expected_version=1, lease=shelf.lease)
+    assert 0 < saved.bytes_written < 1 << 20
+    assert shelf.load()["b"][3] == 9
+
+
+@pytest.mark.parametrize(
+    "then", ["state['b'][:] = 99", "state['a'][:] = 99", "state['a'][5] = 99; state['b'][:] = 99"]
+)
+def test_a_copy_that_was_under_way_is_not_believed(shelf: Shelf, arenas: Path, then: str) -> None:
+    """Killed while the next state was being copied: what of it verifies is used, the rest comes from the replicas."""
+    save_and(shelf, arenas, 7, then=f"{then}; {COPY}")
+    live = blank()
+    opened(shelf, arenas).load(JOB, into=live)
+    assert is_state(live, 7)
+
+
+def test_not_while_the_old_process_may_still_write(shelf: Shelf, arenas: Path) -> None:
+    process = save_and(shelf, arenas, 7, signal.SIGSTOP)
+    try:
+        live = blank()
+        store = opened(shelf, arenas)
+        store.load(JOB, into=live)
+        assert is_state(live, 7)
+        lose_all(shelf)
+        with pytest.raises(Damaged):
+            opened(shelf, arenas).load(JOB, into=blank())
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_an_older_state_is_not_taken_for_the_head(shelf: Shelf, arenas: Path) -> None:
+    """The head moved elsewhere since: the memory has another state, and its own."""
+    save_and(shelf, arenas, 7)
+    shelf.save({"a": np.full(3 << 20, 1, np.uint8), "b": np.full(100, 8, np.uint8)}, 1)
+    live = blank()
+    opened(shelf, arenas).load(JOB, into=live)
+    assert is_state(live, 8)
+
+
+def test_a_manifest_that_lies_is_nothing(shelf: Shelf, arenas: Path) -> None:
+    class Liar(HeldArenas):
+        def fetch(self, job: str, digest: str) -> Any:
+            found = super().fetch(job, digest)
+            return None if found is None else type(found)(found.fd, found.size, found.manifest + b" ")
+
+    save_and(shelf, arenas, 7)
+    slots = Slots(Liar(arenas, "arenas"))
+    head = shelf.rig.ledger.head(JOB)
+    assert head is not None
+    assert slots.recall(JOB, head.digest) is None
+    open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and os.path.lexists(f"/proc/self/fd/{fd}")]  # fmt: skip
+    assert not any("sublet-arena" in path for path in open_files)
+
+
+def test_what_a_closed_store_held_is_forgotten(shelf: Shelf, arenas: Path) -> None:
+    process = save_and(shelf, arenas, 7, then="store.close()")
+    assert process.returncode == -9
+    lose_all(shelf)
+    with pytest.raises(Damaged):
+        opened(shelf, arenas).load(JOB, into=blank())
+
+
+def test_a_forked_child_leaves_its_parents_arena_alone(shelf: Shelf) -> None:
+    state = {"a": np.full(3 << 20, 1, np.uint8), "b": np.full(100, 7, np.uint8)}
+    shelf.save(state, 0)
+    slot = shelf.store._slots.get(JOB)
+    assert slot is not None
+    before = digest(slot.arena.view)
+    child = os.fork()
+    if child == 0:
+        try:
+            state["a"][:] = 3
+            assert shelf.store._slots.get(JOB) is None
+            shelf.store._slots.place(JOB, slot.layout).arena.take([memoryview(state["a"]), memoryview(state["b"])], slot.layout, all_new=True)  # fmt: skip
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert digest(slot.arena.view) == before
+
+
+def test_prefetching_reads_it_before_it_is_asked_for(shelf: Shelf) -> None:
+    shelf.save({"a": np.full(3 << 20, 1, np.uint8), "b": np.full(100, 7, np.uint8)}, 0)
+    store = shelf.open()
+    store.prefetch(JOB)
+    store._join_ahead()
+    for path in shelf.files("packs"):
+        path.unlink()
+    live = blank()
+    store.load(JOB, into=live)
+    assert is_state(live, 7)
+
+
+def test_prefetching_what_is_not_there_says_nothing_until_it_is_loaded(shelf: Shelf) -> None:
+    store = shelf.open()
+    store.prefetch(JOB)
+    with pytest.raises(NotFound, match="nothing was saved"):
+        store.load(JOB, into=blank())
