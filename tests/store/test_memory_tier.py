@@ -176,9 +176,14 @@ def test_a_manifest_that_lies_is_nothing(shelf: Shelf, arenas: Path) -> None:
     slots = Slots(Liar(arenas, "arenas"))
     head = shelf.rig.ledger.head(JOB)
     assert head is not None
+    before = arenas_open()
     assert slots.recall(JOB, head.digest) is None
-    open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and os.path.lexists(f"/proc/self/fd/{fd}")]  # fmt: skip
-    assert not any("sublet-arena" in path for path in open_files)
+    assert arenas_open() == before - 1, "the holder had it, and nobody has it now"
+
+
+def arenas_open() -> int:
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum("sublet-arena" in os.readlink(path) for path in paths if os.path.lexists(path))
 
 
 def test_what_a_closed_store_held_is_forgotten(shelf: Shelf, arenas: Path) -> None:
