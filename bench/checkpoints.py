@@ -1,40 +1,53 @@
-"""What a checkpoint costs: until it is durable, until it is back, and what the training thread pays.
+"""What a checkpoint costs: until it is durable, until it is back, and what training pays for it.
 
 Rules of this file:
-- The state is a model of 89 M parameters with two Adam moments in fp32: 1.07 GB in 448 tensors, made once, the same for everybody.
-- Same durability on both sides: a peer's file is synced, with its folder, before its clock stops.
+- The state is a real model and its AdamW: 89 M parameters with two moments in fp32, 1.07 GB in some 590 tensors.
+- Peers are in `checkpoint_peers.py`, with the same durability. Rounds interleave them; a figure is a median.
 - A cold restore reads from the disk: the page cache is dropped first where we may, and the table says when we could not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import mmap
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import sublet
+from bench.checkpoint_peers import Dcp, Orbax, State, flat, installed, sync, timed
 from bench.measure import Goal, Section, progress
 from sublet import wiring
 from sublet.settings import Settings, load_settings
 
 ROUNDS = 5
-TENSORS = 448
-PARAMETERS = 89_000_000
+WIDTH, DEPTH, BATCH = 1096, 74, 8
+STEPS = 5
+BLOCK = 8 << 20
 
 
 def run(place: Path) -> list[Section]:
     if find_spec("torch") is None:
         return []
     with _home(place) as settings:
-        state = _state()
-        return [_saves(place, settings, state), _restores(place, settings, state)]
+        job = Job()
+        return [
+            _saves(place, settings, job),
+            _replicas(place, settings, job),
+            _restores(place, settings, job),
+            _stalls(place, settings, job),
+            _memory(place),
+        ]
 
 
 @contextlib.contextmanager
@@ -56,79 +69,65 @@ def _home(place: Path) -> Iterator[Settings]:
                 os.kill(pid, signal.SIGTERM)
 
 
-def _state() -> dict[str, Any]:
-    torch: Any = import_module("torch")
-    torch.manual_seed(0)
-    names = [f"layer{n}.weight" for n in range(TENSORS // 3)]
-    each = PARAMETERS // len(names)
-    return {part: {name: torch.randn(each) for name in names} for part in ("model", "exp_avg", "exp_avg_sq")}
+class Job:
+    """A model in training."""
+
+    def __init__(self) -> None:
+        torch: Any = import_module("torch")
+        torch.manual_seed(0)
+        self.torch = torch
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = torch.randn(BATCH, WIDTH)
+        self.step()
+        self.bytes = sum(t.nbytes for t in flat(self.state()).values())
+
+    def step(self) -> None:
+        self.optim.zero_grad()
+        self.model(self.batch).square().mean().backward()
+        self.optim.step()
+
+    def state(self) -> State:
+        optim = self.optim.state_dict()
+        # Texts as keys: DCP takes no others.
+        return {
+            "model": dict(self.model.state_dict()),
+            "optim": {str(n): dict(s) for n, s in optim["state"].items()},
+        }
+
+    def touch(self, percent: int, turn: int) -> None:
+        """Change so many per cent of the tensors, as one unfrozen part of a model and its moments."""
+        parameters = list(self.model.parameters())
+        with self.torch.no_grad():
+            for parameter in parameters[: max(1, len(parameters) * percent // 100)]:
+                own = self.optim.state[parameter]
+                for tensor in (parameter, own["exp_avg"], own["exp_avg_sq"]):
+                    tensor.add_(1e-6 * (turn + 1))
 
 
-def _bytes(state: dict[str, Any]) -> int:
-    return sum(t.nbytes for part in state.values() for t in part.values())
+def _row(section: Section, name: str, times: list[float], *more: str) -> None:
+    section.rows.append(
+        [name, f"{statistics.median(times):.3f}", f"{min(times):.3f}-{max(times):.3f}", *more]
+    )
 
 
-def _touch(state: dict[str, Any], percent: int, turn: int) -> None:
-    """Change so many per cent of the tensors, in every part."""
-    names = list(state["model"])
-    for name in names[: max(1, len(names) * percent // 100)]:
-        for part in state.values():
-            part[name].add_(1.0 + turn)
+def _median(times: list[float]) -> float:
+    return statistics.median(times)
 
 
-def _sync(path: Path) -> None:
-    for target in (path, path.parent):
-        fd = os.open(target, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-def _peers(place: Path) -> dict[str, tuple[Callable[[dict[str, Any]], None], Callable[[], Any]]]:
-    """How each saves durably, and how it reads back into memory that was touched."""
-    torch: Any = import_module("torch")
-    pt = place / "peer.pt"
-
-    def save_torch(state: dict[str, Any]) -> None:
-        torch.save(state, pt)
-        _sync(pt)
-
-    def load_torch() -> Any:
-        loaded = torch.load(pt, mmap=True, weights_only=True)
-        return sum(float(t.sum()) for part in loaded.values() for t in part.values())
-
-    peers = {"torch.save": (save_torch, load_torch)}
-    if find_spec("safetensors") is not None:
-        tensors: Any = import_module("safetensors.torch")
-        st = place / "peer.safetensors"
-
-        def save_safe(state: dict[str, Any]) -> None:
-            tensors.save_file({f"{p}.{n}": t for p, part in state.items() for n, t in part.items()}, st)
-            _sync(st)
-
-        def load_safe() -> Any:
-            return sum(float(t.sum()) for t in tensors.load_file(st).values())
-
-        peers["safetensors"] = (save_safe, load_safe)
-    return peers
-
-
-def _timed(work: Callable[..., Any], *args: Any, **options: Any) -> float:
-    begun = time.perf_counter()
-    work(*args, **options)
-    return time.perf_counter() - begun
+# --- until it is durable -------------------------------------------------------------------------------------
 
 
 def _raw(place: Path, size: int) -> float:
-    """The same bytes, past the page cache, in blocks of 8 MiB: what the disk can do."""
-    mmap: Any = import_module("mmap")
-    block = mmap.mmap(-1, 8 << 20)
+    """The same bytes, past the page cache, in blocks of 8 MiB by two threads: what the disk can do."""
+    block = mmap.mmap(-1, BLOCK)
     block.write(os.urandom(1 << 20) * 8)
     path = place / "raw"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
     try:
         begun = time.perf_counter()
-        for at in range(0, size, 8 << 20):
-            os.pwrite(fd, block, at)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda at: os.pwrite(fd, block, at), range(0, size, BLOCK)))
         os.fsync(fd)
         return time.perf_counter() - begun
     finally:
@@ -136,58 +135,90 @@ def _raw(place: Path, size: int) -> float:
         path.unlink()
 
 
-def _saves(place: Path, settings: Settings, state: dict[str, Any]) -> Section:
+def _saves(place: Path, settings: Settings, job: Job) -> Section:
     progress("checkpoints: saves ...")
     store = sublet.checkpoints(settings=settings)
-    peers = _peers(place)
-    taken: dict[str, list[float]] = {"sublet, full": [], "sublet, 10 % changed": [], "raw O_DIRECT": []}
-    taken |= {name: [] for name in peers}
-    version = 0
-    with sublet.gpu(vram="1GiB", ttl="5m", settings=settings) as lease:
+    peers = installed(place)
+    full, part, raw = "sublet, full", "sublet, 10 % changed", "raw O_DIRECT"
+    taken: dict[str, list[float]] = {name: [] for name in (full, part, raw, *(p.name for p in peers))}
+    with sublet.gpu(vram="1GiB", ttl="10m", settings=settings) as lease:
         version = store.save(
-            "bench", state, expected_version=version, lease=lease
+            "bench", job.state(), expected_version=0, lease=lease
         ).version  # the arena is there
         for turn in range(ROUNDS):
-            _touch(state, 100, turn)
-            taken["sublet, full"].append(
-                _timed(store.save, "bench", state, expected_version=version, lease=lease)
-            )
-            version += 1
-            _touch(state, 10, turn)
-            taken["sublet, 10 % changed"].append(
-                _timed(store.save, "bench", state, expected_version=version, lease=lease)
-            )
-            version += 1
-            for name, (save, _) in peers.items():
-                taken[name].append(_timed(save, state))
-            taken["raw O_DIRECT"].append(_raw(place, _bytes(state)))
+            for percent, name in ((100, full), (10, part)):
+                job.touch(percent, turn)
+                state = job.state()
+                taken[name].append(timed(store.save, "bench", state, expected_version=version, lease=lease))
+                version += 1
+            for peer in peers:
+                taken[peer.name].append(timed(peer.save, job.state()))
+            taken[raw].append(_raw(place, job.bytes))
+            _keep_newest(settings)
+    store.close()
     section = Section(
-        f"Until a state of {_bytes(state) / 1e9:.2f} GB is durable, s",
-        ["", "median", "range", "to ours, full"],
+        f"Until a state of {job.bytes / 1e9:.2f} GB is durable, s", ["", "median", "range", "to ours, full"]
     )
-    ours = statistics.median(taken["sublet, full"])
+    ours = _median(taken[full])
     for name, times in taken.items():
-        median = statistics.median(times)
-        section.rows.append(
-            [name, f"{median:.2f}", f"{min(times):.2f}-{max(times):.2f}", f"{median / ours:.2f}"]
-        )
-    best = min(statistics.median(taken[name]) for name in peers)
+        _row(section, name, times, f"{_median(times) / ours:.2f}")
+    best = min(_median(taken[p.name]) for p in peers)
     section.goals += [
         Goal("full save, against the best peer", best / ours, 1.0),
-        Goal(
-            "full save, raw writes it costs",
-            ours / statistics.median(taken["raw O_DIRECT"]),
-            1.5,
-            at_most=True,
-        ),
-        Goal(
-            "10 % changed, against the best peer",
-            best / statistics.median(taken["sublet, 10 % changed"]),
-            4.0,
-        ),
+        Goal("full save, raw writes it costs", ours / _median(taken[raw]), 1.5, at_most=True),
+        Goal("10 % changed, against the best peer's full save", best / _median(taken[part]), 4.0),
     ]
     section.data = dict(taken)
     return section
+
+
+def _keep_newest(settings: Settings) -> None:
+    """The disk is not endless: packs of older versions go, as a sweep would have it."""
+    store = sublet.checkpoints(settings=settings)
+    needed = set(store.manifest("bench").packs)
+    for path in Path(settings.home, "store", "packs").glob("*.pack"):
+        if path.stem not in needed:
+            path.unlink()
+
+
+def _replicas(place: Path, settings: Settings, job: Job) -> Section:
+    progress("checkpoints: three replicas ...")
+    taken: dict[str, list[float]] = {"one replica": [], "three, two must confirm": []}
+    with sublet.gpu(vram="1GiB", ttl="10m", settings=settings) as lease:
+        stores = {
+            name: sublet.checkpoints(
+                *(
+                    f"dir:{place}/many/{name[:3]}{n}@disk{n}"
+                    for n in range(1 if name.startswith("one") else 3)
+                ),
+                settings=settings,
+            )
+            for name in taken
+        }
+        versions = dict.fromkeys(taken, 0)
+        for turn in range(ROUNDS):
+            for name, store in stores.items():
+                job.touch(100, turn)
+                cost = timed(
+                    store.save, f"bench/{name[:3]}", job.state(), expected_version=versions[name], lease=lease
+                )
+                versions[name] += 1
+                if turn:  # not the one that makes the arena
+                    taken[name].append(cost)
+            for path in place.glob("many/*/packs/*.pack"):
+                path.unlink()
+        for store in stores.values():
+            store.close()
+    section = Section("Full save to replicas on one disk, s", ["", "median", "range"])
+    for name, times in taken.items():
+        _row(section, name, times)
+    one, three = (_median(times) for times in taken.values())
+    section.goals.append(Goal("three replicas, of one", three / one, 2.2, at_most=True))
+    section.data = dict(taken)
+    return section
+
+
+# --- until it is back ----------------------------------------------------------------------------------------
 
 
 def _drop_caches() -> bool:
@@ -199,29 +230,238 @@ def _drop_caches() -> bool:
     return True
 
 
-def _restores(place: Path, settings: Settings, state: dict[str, Any]) -> Section:
+def _restores(place: Path, settings: Settings, job: Job) -> Section:
     progress("checkpoints: restores ...")
-    store = sublet.checkpoints(settings=settings)
-    peers = _peers(place)
+    peers = installed(place)
+    live = job.state()
+    names = ["sublet, arena there", "sublet, new process", "sublet, arena outlived its process"]
+    taken: dict[str, list[float]] = {name: [] for name in (*names, *(p.name for p in peers))}
     cold = True
-    taken: dict[str, list[float]] = {"sublet, verified": []} | {name: [] for name in peers}
     for _ in range(ROUNDS):
-        cold = _drop_caches()
-        taken["sublet, verified"].append(_timed(lambda: store.load("bench", into=state)))
-        for name, (_, load) in peers.items():
+        for name in names[:2]:
+            cold = _drop_caches()
+            with sublet.checkpoints(settings=settings) as store:
+                if name == names[0]:
+                    # As after a save, or as prefetching while the model is built leaves it: pages there, nothing in them.
+                    slot = store._slots.place("bench", _layout(store))
+                    slot.entries = [None] * len(slot.entries)
+                taken[name].append(timed(store.load, "bench", into=live))
+        taken[names[2]].append(_outlived(settings))
+        for peer in peers:
             _drop_caches()
-            taken[name].append(_timed(load))
-    section = Section("Restore, s", ["", "median", "range"])
+            tensors = flat(live)
+            taken[peer.name].append(timed(peer.load, tensors))
+    section = Section("Restore into live tensors from a cold disk, s", ["", "median", "range"])
     for name, times in taken.items():
-        section.rows.append([name, f"{statistics.median(times):.2f}", f"{min(times):.2f}-{max(times):.2f}"])
-    best = min(statistics.median(taken[name]) for name in peers)
-    section.goals.append(
-        Goal("restore, against the best peer", best / statistics.median(taken["sublet, verified"]), 1.0)
-    )
+        _row(section, name, times)
+    best = min(_median(taken[p.name]) for p in peers)
+    section.goals += [
+        Goal("restore, against the best peer", best / _median(taken[names[0]]), 1.0),
+        Goal("restore in a new process, against the best peer", best / _median(taken[names[1]]), 1.0),
+    ]
     section.notes.append(
-        "ours copies into live tensors and verifies every byte; a peer's tensors are read once"
+        "ours verifies every byte, and leaves the arena the next save needs; no peer verifies"
     )
     if not cold:
         section.notes.append("the page cache could not be dropped: these are warm")
     section.data = dict(taken)
+    return section
+
+
+def _layout(store: Any) -> Any:
+    slots: Any = import_module("sublet.store.slots")
+    return slots.layout_of(store.manifest("bench"))
+
+
+OUTLIVED = """
+import os, sys, time
+import torch, sublet
+from bench.checkpoints import Job
+job = Job()
+store = sublet.checkpoints()
+version = store.manifest("bench").version
+if sys.argv[1] == "leave":
+    with sublet.gpu(vram="1GiB", ttl="1m") as lease:
+        store.load("bench", into=job.state())
+        store.save("bench", job.state(), expected_version=version, lease=lease)
+        os.kill(os.getpid(), 9)
+live = job.state()
+begun = time.perf_counter()
+store.load("bench", into=live)
+print(time.perf_counter() - begun)
+store.close()
+"""
+
+
+def _outlived(settings: Settings) -> float:
+    """Killed after a save, started again: what the new process pays."""
+    subprocess.run([sys.executable, "-c", OUTLIVED, "leave"], check=False, stderr=subprocess.DEVNULL)
+    _drop_caches()
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVED, "come back"], check=True, capture_output=True, text=True
+    )
+    return float(done.stdout)
+
+
+# --- what training pays --------------------------------------------------------------------------------------
+
+
+def _steps(job: Job) -> float:
+    return timed(lambda: [job.step() for _ in range(STEPS)])
+
+
+def _memcpy(job: Job) -> Callable[[], float]:
+    """One copy of the state into memory that is there, by torch's own threads."""
+    tensors = list(flat(job.state()).values())
+    copies = [t.clone() for t in tensors]
+    return lambda: timed(lambda: [c.copy_(t) for c, t in zip(copies, tensors, strict=True)])
+
+
+def _stalls(place: Path, settings: Settings, job: Job) -> Section:
+    progress("checkpoints: beside training ...")
+    store = sublet.checkpoints(settings=settings)
+    dcp = Dcp(place)
+    orbax = None
+    if find_spec("orbax") is not None:
+        with contextlib.suppress(RuntimeError):
+            orbax = Orbax(place, 448, job.bytes // 4 // 448)
+    torch_save = installed(place)[0]
+    copy, ours, behind = "one memcpy", "sublet, copied at once", "sublet, overlapped"
+    blocked: dict[str, list[float]] = {n: [] for n in (copy, ours, behind, "DCP async", "torch.save")}
+    slowed: dict[str, list[float]] = {n: [] for n in (ours, behind, "DCP async", "torch.save")}
+    durable: dict[str, list[float]] = {n: [] for n in slowed}
+    memcpy = _memcpy(job)
+    with sublet.gpu(vram="1GiB", ttl="30m", settings=settings) as lease:
+        version = store.manifest("bench").version
+        store.load("bench", into=job.state())
+        for turn in range(ROUNDS + 1):
+            alone = _steps(job)
+            blocked[copy].append(memcpy())
+            for name, overlap in ((ours, None), (behind, job.optim)):
+                state = job.state()
+                begun = time.perf_counter()
+                saving = store.save_behind(
+                    "bench", state, expected_version=version, lease=lease, overlap=overlap
+                )
+                blocked[name].append(time.perf_counter() - begun)
+                slowed[name].append(_steps(job) + blocked[name][-1] - alone)
+                version = saving.result().version
+                durable[name].append(time.perf_counter() - begun)
+                alone = min(alone, _steps(job))
+            _keep_newest(settings)
+            begun = time.perf_counter()
+            staged, written = dcp.save_behind(job.state())
+            blocked["DCP async"].append(time.perf_counter() - begun)
+            # Training may not write to the state before it is staged: that wait is part of what it pays.
+            slowed["DCP async"].append(_steps_after(job, staged) + blocked["DCP async"][-1] - alone)
+            written.result()
+            sync(dcp.path, dcp.path.parent)
+            durable["DCP async"].append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            torch_save.save(job.state())
+            blocked["torch.save"].append(time.perf_counter() - begun)
+            durable["torch.save"].append(blocked["torch.save"][-1])
+            slowed["torch.save"].append(_steps(job) + blocked["torch.save"][-1] - alone)
+            if orbax is not None:
+                a, b = orbax.save_behind()
+                blocked.setdefault(orbax.name, []).append(a)
+                durable.setdefault(orbax.name, []).append(b)
+            if not turn:  # stagers and arenas are made in the first
+                for table in (blocked, slowed, durable):
+                    for times in table.values():
+                        times.clear()
+    dcp.close()
+    if orbax is not None:
+        orbax.close()
+    store.close()
+    section = Section(
+        f"A save beside training, s ({STEPS} steps)",
+        ["", "blocked", "range", "slows the steps by", "durable after"],
+    )
+    for name, times in blocked.items():
+        _row(
+            section,
+            name,
+            times,
+            f"{_median(slowed[name]):+.2f}" if slowed.get(name) else "",
+            f"{_median(durable[name]):.2f}" if durable.get(name) else "",
+        )
+    section.goals += [
+        Goal(
+            "stall, copies of the state", _median(blocked[ours]) / _median(blocked[copy]), 1.2, at_most=True
+        ),
+        Goal("stall when overlapped, DCP's", _median(blocked["DCP async"]) / _median(blocked[behind]), 1.0),
+        Goal("stall, torch.save's", _median(blocked["torch.save"]) / _median(blocked[ours]), 8.0),
+        Goal(
+            "slowdown of five steps, of DCP's",
+            max(0.0, min(_median(slowed[ours]), _median(slowed[behind])))
+            / max(1e-3, _median(slowed["DCP async"])),
+            0.5,
+            at_most=True,
+        ),
+    ]
+    if orbax is None:
+        section.notes.append("Orbax is not installed: 'pip install orbax-checkpoint jax'")
+    section.data = {"blocked": blocked, "slowed": slowed, "durable": durable}
+    return section
+
+
+def _steps_after(job: Job, staged: Any) -> float:
+    begun = time.perf_counter()
+    for number in range(STEPS):
+        job.optim.zero_grad()
+        job.model(job.batch).square().mean().backward()
+        if not number:
+            staged.result()
+        job.optim.step()
+    return time.perf_counter() - begun
+
+
+# --- memory --------------------------------------------------------------------------------------------------
+
+PEAK = """
+import os, sys, resource, threading, time
+from pathlib import Path
+import torch, sublet
+from bench.checkpoints import Job
+from bench.checkpoint_peers import Dcp
+job = Job()
+job.step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[1] == "dcp":
+    peer = Dcp(Path(sys.argv[2]))
+    for _ in range(2):
+        staged, written = peer.save_behind(job.state())
+        written.result()
+        job.step()
+    peer.close()
+else:
+    store = sublet.checkpoints(f"dir:{sys.argv[2]}/peak")
+    with sublet.gpu(vram="1GiB", ttl="5m") as lease:
+        for version in range(2):
+            store.save_behind("peak", job.state(), expected_version=version, lease=lease).result()
+            job.step()
+    store.close()
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+writer = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print((after - before) * 1024, job.bytes)
+"""
+
+
+def _memory(place: Path) -> Section:
+    progress("checkpoints: memory ...")
+    gc.collect()
+    extra: dict[str, float] = {}
+    size = 1
+    for name in ("sublet", "dcp"):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, name, str(place)], check=True, capture_output=True, text=True
+        )
+        more, size = map(int, done.stdout.split())
+        extra[name] = more / size
+    section = Section("Peak memory of the trainer beyond training, in states", ["", "states"])
+    section.rows += [[name, f"{value:.2f}"] for name, value in extra.items()]
+    section.goals.append(Goal("extra memory, states", extra["sublet"], 1.0, at_most=True))
+    section.notes.append(f"a state is {size / 1e9:.2f} GB; the writer process maps the trainer's arena")
+    section.data = dict(extra)
     return section

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import struct
+import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -501,12 +502,7 @@ def test_a_tensor_of_somebody_else(entry: TensorEntry) -> None:
         put_together({"$tensor": 0}, [entry], memory.__getitem__)
 
 
-def test_a_package_that_is_not_there_is_named() -> None:
-    pytest.importorskip("numpy")
-    try:
-        import jax  # noqa: F401
-    except ImportError:
-        with pytest.raises(MissingExtra, match="jax"):
-            put_together(
-                {"$tensor": 0}, [over(ENTRY, framework="jax")], [memoryview(bytearray(16))].__getitem__
-            )
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax.numpy", None)
+    with pytest.raises(MissingExtra, match="jax"):
+        put_together({"$tensor": 0}, [over(ENTRY, framework="jax")], [memoryview(bytearray(16))].__getitem__)

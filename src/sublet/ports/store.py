@@ -24,6 +24,10 @@ class Replica(Protocol):
     def domain(self) -> str:
         """What it fails together with."""
 
+    @property
+    def lane(self) -> str:
+        """What it shares its bandwidth with: replicas of one lane are written one after the other."""
+
     def check(self) -> None:
         """Called when a store is opened: raise if it could not keep the rules of this port."""
 

@@ -34,6 +34,13 @@ class DirectoryReplica:
         self.name = f"dir:{path}"
         self.domain = domain or self.name
 
+    @property
+    def lane(self) -> str:
+        try:
+            return f"disk {os.stat(self.path).st_dev}"
+        except OSError:
+            return self.name
+
     def check(self) -> None:
         try:
             for folder in _FOLDERS:

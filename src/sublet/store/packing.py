@@ -1,7 +1,8 @@
 """Packing: changed chunks to one pack on every replica, hashed on the way.
 
 Rules of this file:
-- A chunk is hashed once and written to each replica, preferred ones first: on one disk the quorum is reached soonest that way.
+- A chunk is hashed once and written to each replica. Replicas that share a disk are written one after the other, so that the quorum is
+  reached soonest; others beside each other.
 - A pack has a name of its own that nobody ever had: what a sweep has seen to be needed by nobody can then never be needed again (C5).
   What it holds is verified by its chunks' digests.
 - A replica that fails is left behind and named; whether enough are left is the caller's to decide.
@@ -50,24 +51,28 @@ def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Repl
         end += aligned(span.size, ALIGN)
     failed: dict[str, str] = {}
     drafts: dict[str, Draft] = {}
+    lanes: dict[str, list[str]] = {}
     for replica in replicas:
         try:
             drafts[replica.name] = replica.begin_pack(end)
+            lanes.setdefault(replica.lane, []).append(replica.name)
         except SubletError as e:
             failed[replica.name] = e.message
-    try:
+
+    def write_lane(names: Sequence[str]) -> None:
         with ThreadPoolExecutor(THREADS) as pool:
-            hashing = [pool.submit(digest, arena[s.offset : s.end]) for s in spans]
-            for name in list(drafts):
-                writes = [
-                    pool.submit(_write, drafts[name], arena, s, at)
-                    for s, at in zip(spans, places, strict=True)
-                ]
-                for write in writes:
-                    problem = write.result()
+            for name in names:
+                jobs = [(drafts[name], arena, s, at) for s, at in zip(spans, places, strict=True)]
+                for problem in pool.map(lambda job: _write(*job), jobs):
                     if problem:
                         failed.setdefault(name, problem)
-            digests = tuple(h.result() for h in hashing)
+
+    try:
+        with ThreadPoolExecutor(THREADS) as hashing, ThreadPoolExecutor(max(1, len(lanes))) as writing:
+            writes = [writing.submit(write_lane, names) for names in lanes.values()]
+            digests = tuple(hashing.map(lambda s: digest(arena[s.offset : s.end]), spans))
+            for write in writes:
+                write.result()
         name_of_pack = secrets.token_hex(32)
         pieces = [Span(at, s.size) for s, at in zip(spans, places, strict=True)]
         confirmed = []

@@ -178,7 +178,13 @@ class _Taker:
                 f"{path[:200]} is a {kind.__name__}, of which only the numbers could be saved",
                 remedy="save its parts as plain arrays (for a masked array: .data and .mask)",
             )
-        array = numpy.asarray(value)
+        try:
+            array = numpy.asarray(value)
+        except TypeError as e:
+            raise Unsavable(
+                f"{path[:200]} is a {kind.__name__} that is no array of numbers: {str(e)[:200]}",
+                remedy="for a random key of JAX, save jax.random.key_data(key) and wrap it again after loading",
+            ) from e
         if array.dtype.hasobject:
             raise Unsavable(f"{path[:200]} is an array of Python objects: use a list")
         if isinstance(value, (numpy.str_, numpy.bytes_)) and array[()] != value:
