@@ -127,9 +127,8 @@ class CheckpointStore:
     ) -> Saved:
         """Durable and committed when it returns. Raises with the head unmoved otherwise; never half."""
         self.settle()
-        return self._finish(
-            self._copy(name, state, expected_version, lease, schema, step), lease, self._write_here
-        )
+        copied = self._copy(name, state, expected_version, lease, schema, step)
+        return self._finish(copied, lease, self._write_here)
 
     def save_behind(
         self,
@@ -150,15 +149,12 @@ class CheckpointStore:
         One at a time: the next save waits for this one, and raises what became of it if it failed. Its head has then not moved.
         """
         self.settle()
-        if overlap is None:
-            copied = self._copy(name, state, expected_version, lease, schema, step)
-            self._behind = Saving(lambda: self._finish(copied, lease, self._write_elsewhere))
-            return self._behind
-        owned = Owned(overlap)
+        owned = Owned(overlap) if overlap is not None else None
         copied = self._copy(name, state, expected_version, lease, schema, step, owned)
-        self._owned = owned
-        owned.finish_before_steps()
-        self._behind = Saving(lambda: self._finish(copied, lease, self._write_elsewhere), first=owned.copied)
+        if owned is not None:
+            self._owned = owned
+            owned.finish_before_steps()
+        self._behind = Saving(lambda: self._finish(copied, lease, self._write_elsewhere, owned))
         return self._behind
 
     def settle(self) -> None:
@@ -217,9 +213,18 @@ class CheckpointStore:
             slot.entries = _unchanged(known, dirty)
         else:
             owned.leave(slot, taken, layout, later, lambda more: _unchanged(known, dirty, more))
+        slot.in_use = True
         return copied
 
-    def _finish(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
+    def _finish(self, copied: _Copied, lease: Fenced, write: Write, owned: Owned | None = None) -> Saved:
+        try:
+            if owned is not None:
+                owned.copied()
+            return self._store(copied, lease, write)
+        finally:
+            copied.slot.in_use = False
+
+    def _store(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
         slot = copied.slot
         kept = functools.cache(self._replicas.kept)
         # Who saved the state before knows what changed since; anybody else looks for what that state had.
@@ -346,7 +351,8 @@ class CheckpointStore:
             )
         keys = [keys] if isinstance(keys, str) else keys
         tree = manifest.tree if keys is None else only(manifest, keys)
-        busy = self._behind is not None and not self._behind.done
+        slot = self._slots.get(name)
+        busy = slot is not None and slot.in_use
         if into is None or keys is not None or version is not None or busy:
             state = self._load_apart(manifest, tree, None if keys is None else storages_of(tree, manifest))
             if into is None:

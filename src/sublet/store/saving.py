@@ -31,16 +31,14 @@ class Saved:
 class Saving:
     """A save under way."""
 
-    def __init__(self, work: Callable[[], Saved], first: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, work: Callable[[], Saved]) -> None:
         self._outcome: Saved | BaseException | None = None
-        self._first = first
         # Not a daemon: a program that comes to its end waits for its last save.
         self._thread = threading.Thread(target=self._run, args=(work,), name="sublet-save")
         self._thread.start()
 
     def _run(self, work: Callable[[], Saved]) -> None:
         try:
-            self._first()
             self._outcome = work()
         except BaseException as e:
             self._outcome = e

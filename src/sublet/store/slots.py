@@ -26,6 +26,7 @@ class Slot:
     entries: list[ChunkEntry | None]  # None: not known to be stored
     saved_as: str = ""  # the manifest whose state this process committed or loaded last
     packs: frozenset[str] = frozenset()  # and what it refers to
+    in_use: bool = False  # a save copies into it, or writes from it
     inherited: bool = False  # from a dead process: nothing of it is known before it was looked at
     written: dict[str, int] = field(
         default_factory=dict
