@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+AZURITE := azurite@3
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo test lint bench proof clean docs
@@ -21,6 +22,10 @@ $(VENV)/.dev: $(VENV)/.base
 	@command -v gcc >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq gcc libc6-dev >/dev/null; } \
 	  || echo "no gcc: the tests of the CUDA driver cannot build their shim"
 	@$(PIP) -e '.[dev]'
+	@command -v npm >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq nodejs npm >/dev/null; } \
+	  || echo "no npm: the tests of Azure's protocol have no server"
+	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite $(AZURITE) \
+	  || echo "azurite could not be installed: the tests of Azure's protocol have no server"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.base
@@ -44,7 +49,8 @@ docs: $(VENV)/.dev ## write the generated reference pages anew
 
 proof: $(VENV)/.dev ## the long storms
 	@SUBLET_STORM_SECONDS=$${SUBLET_STORM_SECONDS:-180} SUBLET_HOSTILE=$${SUBLET_HOSTILE:-1000} \
-	  SUBLET_HANDOVERS=$${SUBLET_HANDOVERS:-1000} $(BIN)/pytest -s tests/storms tests/drivers/test_cuda.py::test_handovers_with_scrubbing
+	  SUBLET_HANDOVERS=$${SUBLET_HANDOVERS:-1000} SUBLET_BUCKET_STORM=$${SUBLET_BUCKET_STORM:-150} \
+	  $(BIN)/pytest -s tests/storms tests/store/test_bucket_states.py::test_a_storm_of_faults tests/drivers/test_cuda.py::test_handovers_with_scrubbing
 
 bench: $(VENV)/.bench ## ratios against peers, in one run; ONLY=leases for one part
 	@if [ "$$(id -u)" = 0 ] && ! { command -v etcd && command -v redis-server; } >/dev/null; then \

@@ -10,6 +10,7 @@ import pytest
 from sublet import failpoints
 
 from .rig import Shelf, in_memory
+from .servers import Servers
 
 
 @pytest.fixture
@@ -27,6 +28,13 @@ def quick() -> Iterator[Shelf]:
         made = Shelf(folder)
         yield made
         made.close()
+
+
+@pytest.fixture(scope="session")
+def object_stores() -> Iterator[Servers]:
+    made = Servers()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
 import threading
 import time
@@ -48,7 +47,7 @@ from sublet.ports.memory import HostMemory
 from sublet.store.arena import Arena
 from sublet.store.background import Writer
 from sublet.store.packing import Packed, digest, write_pack
-from sublet.store.replicas import Health, Replicas
+from sublet.store.replicas import Health, Kept, Replicas
 from sublet.store.restoring import check_fits, chunks_of, copy_into, lends, only, storages_of
 from sublet.store.saving import Owned, Saved, Saving
 from sublet.store.slots import Slot, Slots, layout_of, unknown
@@ -226,14 +225,13 @@ class CheckpointStore:
 
     def _store(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
         slot = copied.slot
-        kept = functools.cache(self._replicas.kept)
+        kept = Kept(self._replicas)
         # Who saved the state before knows what changed since; anybody else looks for what that state had.
         parent = self._parent(copied.parent) if copied.parent != slot.saved_as else None
         lately = {p for p, since in slot.written.items() if copied.since - since < LONGEST_SAVE_US}
         usable = lately | (slot.packs if parent is None else set(parent.packs))
-        slot.entries = [
-            e if e is not None and e.pack in usable and kept(e.pack) else None for e in slot.entries
-        ]
+        there = kept.among({e.pack for e in slot.entries if e is not None} & usable)
+        slot.entries = [e if e is not None and e.pack in there else None for e in slot.entries]
         written = self._store_chunks(copied, parent, kept, write)
         failpoint("before_manifest")
         manifest = Manifest(
@@ -274,15 +272,14 @@ class CheckpointStore:
         except Damaged:
             return None
 
-    def _store_chunks(
-        self, copied: _Copied, parent: Manifest | None, kept: Callable[[str], bool], write: Write
-    ) -> int:
+    def _store_chunks(self, copied: _Copied, parent: Manifest | None, kept: Kept, write: Write) -> int:
         """Everything not known to be stored: looked for by digest in the parent, written if it is not there."""
         slot = copied.slot
         unknown = [n for n, entry in enumerate(slot.entries) if entry is None]
         stored: dict[tuple[str, int], ChunkEntry] = {}
         if parent is not None and unknown:
-            stored = {(c.digest, c.span.size): c for c in parent.chunks if kept(c.pack)}
+            there = kept.among(parent.packs)
+            stored = {(c.digest, c.span.size): c for c in parent.chunks if c.pack in there}
         if stored:
             with ThreadPoolExecutor(READERS) as pool:
                 spans = [slot.layout.chunks[n] for n in unknown]

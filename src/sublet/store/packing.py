@@ -93,6 +93,11 @@ def write_pack(arena: memoryview, spans: Sequence[Span], replicas: Sequence[Repl
 
 def verify_pack(replica: Replica, pack: str, digests: Sequence[str], pieces: Sequence[Span]) -> str:
     """'good', 'missing' or 'bad'."""
+    try:
+        if not replica.has_pack(pack):  # asked anew: a replica may remember where it read it before
+            return "missing"
+    except OSError:
+        return "missing"
     buffer = memoryview(bytearray(max((p.size for p in pieces), default=0)))
     for name, piece in zip(digests, pieces, strict=True):
         part = buffer[: piece.size]

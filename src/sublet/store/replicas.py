@@ -10,7 +10,8 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from sublet.core.checkpoint import (
@@ -26,6 +27,8 @@ from sublet.core.checkpoint import (
 from sublet.core.errors import Damaged, Misconfigured, NotDurable, QuorumNotReached, SubletError
 from sublet.ports.store import Replica
 from sublet.store.packing import digest, verify_pack
+
+ASKERS = 16
 
 
 @dataclass(slots=True)
@@ -92,26 +95,35 @@ class Replicas:
         try:
             replica.put_manifest(name, data)
             return
-        except SubletError:
+        except SubletError as failed:
             try:
                 found = replica.get_manifest(name)
-                if found is None or digest(found) == name:
-                    raise
+            except OSError:
+                raise failed from None  # it cannot be asked either: what it said first is what is wrong with it
+            if found is None or digest(found) == name:
+                raise
+            try:
                 replica.set_aside("manifest", name)
             except OSError as e:
                 raise NotDurable(
-                    f"{replica.name} has a bad copy that cannot be set aside: {e.strerror}"
+                    f"{replica.name} has a bad copy that cannot be set aside: {e.strerror or e}"
                 ) from e
         replica.put_manifest(name, data)
 
-    def kept(self, pack: str) -> bool:
-        """Whether as many failure domains have it as must confirm a write: only then may a save refer to it again (C1)."""
-        having = []
-        for replica in self.replicas:
+    def kept(self, packs: Collection[str]) -> set[str]:
+        """Those that as many failure domains have as must confirm a write: only they may be referred to again (C1)."""
+        having: dict[str, list[str]] = {pack: [] for pack in packs}
+
+        def ask(pack: str, replica: Replica) -> None:
             with contextlib.suppress(OSError):
                 if replica.has_pack(pack):
-                    having.append(replica.name)
-        return not missing_for_quorum(self.policy, having, self._domains)
+                    having[pack].append(replica.name)
+
+        # Side by side: to a bucket each is a round trip, and a state may lie in hundreds of packs.
+        with ThreadPoolExecutor(ASKERS) as pool:
+            for asked in [pool.submit(ask, pack, r) for pack in having for r in self.replicas]:
+                asked.result()
+        return {pack for pack in having if not missing_for_quorum(self.policy, having[pack], self._domains)}
 
     # reading
 
@@ -251,11 +263,27 @@ class Replicas:
                 finally:
                     draft.discard()
                 health.repaired.append(f"{replica.name} pack {pack[:12]}")
-            except (NotDurable, OSError):
+            except (SubletError, OSError):
                 health.unreachable.append(replica.name)
 
 
-__all__ = ["Health", "Replicas", "digest", "verify_pack"]
+class Kept:
+    """What one save found out about the packs of those before it. Each is asked about once."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._known: dict[str, bool] = {}
+
+    def among(self, packs: Iterable[str]) -> set[str]:
+        wanted = set(packs)
+        new = wanted - self._known.keys()
+        if new:
+            found = self._replicas.kept(new)
+            self._known.update((pack, pack in found) for pack in new)
+        return {pack for pack in wanted if self._known[pack]}
+
+
+__all__ = ["Health", "Kept", "Replicas", "digest", "verify_pack"]
 
 
 def _needed(manifests: Sequence[Manifest]) -> list[tuple[str, list[ChunkEntry]]]:

@@ -59,10 +59,10 @@ def main(fd: int) -> int:
 
 def _run(job: dict[str, Any], arena: Arena | None, replicas: dict[str, Replica]) -> dict[str, Any]:
     assert arena is not None
-    for url in job["replicas"]:
-        if url not in replicas:
-            replicas[url] = open_replica(url)
     try:
+        for url in job["replicas"]:
+            if url not in replicas:
+                replicas[url] = open_replica(url)
         packed = write_pack(
             arena.view, [Span(*s) for s in job["spans"]], [replicas[url] for url in job["replicas"]]
         )

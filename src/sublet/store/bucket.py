@@ -1,0 +1,227 @@
+"""A replica in a bucket: S3 and what speaks like it, Google Cloud Storage, Azure Blob Storage.
+
+Rules of this file:
+- Every write is a conditional create. A server that ignores the condition would let one save's bytes be changed under another's name, so
+  each process proves it before its first write, and refuses a server that does not keep it (C2).
+- A put that was confirmed is durable: that is the service's promise, and all we have.
+- Ages are by the server's clock: an object written now says what time it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+
+from sublet.core.checkpoint import MAX_MANIFEST_BYTES
+from sublet.core.errors import Misconfigured, NotDurable
+from sublet.store.bucket_client import BucketClient, BucketFailed, Limits
+from sublet.store.bucket_pack import BucketDraft, PackReader, pack_path
+
+#: A store that is opened waits no longer than this for a bucket: it may be the one that is down.
+CHECK_SECONDS = 5.0
+
+_proven: set[str] = set()
+_proving = threading.Lock()
+os.register_at_fork(after_in_child=lambda: globals().update(_proving=threading.Lock()))
+
+
+class BucketReplica:
+    """Implements `ports.store.Replica`."""
+
+    def __init__(self, name: str, domain: str, client: BucketClient) -> None:
+        self.name = name
+        self.domain = domain or client.where
+        self.lane = client.where
+        self._client = client
+        self._reader = PackReader(client)
+
+    def check(self) -> None:
+        """One that cannot be reached now is not refused: the others may be enough. It is proven before it is written to."""
+        try:
+            self._prove(CHECK_SECONDS)
+        except BucketFailed as e:
+            if e.lasting:
+                raise Misconfigured(
+                    f"{self.name} cannot be a replica: {e}",
+                    remedy="check that the bucket exists and that these credentials may read, write, list and delete in it",
+                ) from None
+
+    def _prove(self, patience: float | None = None) -> None:
+        """That a name is given once, and that what is written is read."""
+        key = f"{self.name} {self._client.where}"
+        with _proving:
+            if key in _proven:
+                return
+        path = f"probe/{secrets.token_hex(16)}"
+        first, second = secrets.token_bytes(64), secrets.token_bytes(64)
+        try:
+            kept = self._client.create(path, first, patience=patience)
+            written_over = self._client.create(path, second, patience=patience)
+            there = self._client.whole(path, len(first))
+        finally:
+            with suppress(OSError):
+                self._client.delete(path, patience=0.0)
+        if written_over:
+            raise Misconfigured(
+                f"{self.name} cannot be a replica: {self._client.where} let a second object be created under a name that was taken. "
+                "It ignores the condition of the request, so two savers could write over each other and a committed state be lost",
+                remedy="use a server that honours 'If-None-Match: *' (S3, GCS, Azure, MinIO, SeaweedFS do), or a dir: replica",
+            )
+        if not kept or there != first:
+            raise Misconfigured(
+                f"{self.name} cannot be a replica: {self._client.where} does not return what was written to it",
+                remedy="look for a cache or proxy between here and the bucket",
+            )
+        with _proving:
+            _proven.add(key)
+
+    def _ready(self) -> None:
+        try:
+            self._prove()
+        except BucketFailed as e:
+            raise self._not_durable(e) from None
+
+    def _not_durable(self, error: OSError) -> NotDurable:
+        return NotDurable(f"{self.name} did not take it: {error.strerror or error}")
+
+    # packs
+
+    def begin_pack(self, size: int) -> BucketDraft:
+        self._ready()
+        return BucketDraft(self.name, self._client, self._reader, size)
+
+    def has_pack(self, pack: str) -> bool:
+        """Whoever asks wants to know how it is now: what is remembered of it is forgotten."""
+        self._reader.forget(pack)
+        return self._client.look(pack_path(pack)) is not None
+
+    def read_pack(self, pack: str, at: int, into: memoryview) -> bool:
+        return self._reader.read(pack, at, into)
+
+    # manifests
+
+    def put_manifest(self, digest: str, data: bytes) -> None:
+        self._ready()
+        try:
+            if not self._client.create(_manifest_path(digest), data):
+                raise NotDurable(
+                    f"{self.name} did not take it: manifest {digest[:12]} exists already with other bytes"
+                )
+        except OSError as e:
+            raise self._not_durable(e) from None
+
+    def get_manifest(self, digest: str) -> bytes | None:
+        return self._client.whole(_manifest_path(digest), MAX_MANIFEST_BYTES)
+
+    # keeping order
+
+    def set_aside(self, kind: str, name: str) -> None:
+        """Of a pack in parts only the object that names them: they stay where they are, for whoever looks into it."""
+        source = pack_path(name) if kind == "pack" else _manifest_path(name)
+        target = f"aside/{source.rpartition('/')[2]}.{secrets.token_hex(6)}"
+        there = self._client.look(source)
+        if there is None or not self._client.copy(source, target):
+            return
+        copied = self._client.look(target)
+        if copied is None or copied.size != there.size:
+            raise BucketFailed("the copy to be set aside is not whole")
+        self._client.delete(source)
+        self._reader.forget(name)
+
+    def packs(self) -> Iterator[tuple[str, float, int]]:
+        """Also what was begun and never published, under the name of its draft: nothing refers to it, so a sweep takes it away."""
+        now = self._now()
+        drafts: dict[str, tuple[datetime, int]] = {}
+        for part in self._client.list(
+            "parts"
+        ):  # before the packs: what is published meanwhile must not look forgotten
+            draft = part.path.split("/")[1]
+            youngest, size = drafts.get(draft, (part.changed, 0))
+            drafts[draft] = max(youngest, part.changed), size + part.size
+        for found in self._client.list("packs"):
+            name = found.path.removeprefix("packs/").removesuffix(".pack")
+            layout = self._reader.layout(name)
+            if layout is not None and layout.draft:
+                drafts.pop(layout.draft, None)
+            yield (
+                name,
+                (now - found.changed).total_seconds(),
+                layout.size if layout is not None else found.size,
+            )
+        for draft, (changed, size) in drafts.items():
+            yield draft, (now - changed).total_seconds(), size
+
+    def manifests(self) -> Iterator[tuple[str, float]]:
+        now = self._now()
+        for found in self._client.list("manifests"):
+            name = found.path.removeprefix("manifests/").removesuffix(".json")
+            yield name, (now - found.changed).total_seconds()
+
+    def _now(self) -> datetime:
+        path = f"probe/clock-{secrets.token_hex(16)}"
+        self._client.create(path, b"")
+        try:
+            found = self._client.look(path)
+        finally:
+            with suppress(OSError):
+                self._client.delete(path, patience=0.0)
+        if found is None:
+            raise BucketFailed("an object that was written is not there")
+        return found.changed
+
+    def remove(self, kind: str, name: str) -> None:
+        if kind != "pack":
+            self._client.delete(_manifest_path(name))
+            return
+        self._reader.forget(name)
+        layout = self._reader.layout(name)
+        # The name first: a pack that is half removed must not be found.
+        self._client.delete(pack_path(name))
+        self._reader.forget(name)
+        draft = layout.draft if layout is not None else name
+        for part in self._client.list(f"parts/{draft}") if draft else ():
+            self._client.delete(part.path)
+
+
+def _manifest_path(digest: str) -> str:
+    return f"manifests/{digest}.json"
+
+
+def open_bucket(address: str, domain: str, limits: Limits | None = None) -> BucketReplica:
+    """`s3://bucket/prefix`, `gs://…`, `az://…`. Credentials and endpoints come from the environment, never from the address."""
+    found = re.fullmatch(
+        r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/([A-Za-z0-9._/-]*))?", address, re.ASCII
+    )
+    prefix = ((found.group(3) or "") if found else "").strip("/")
+    if found is None or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
+        # Not repeated: what does not belong here may be a key.
+        raise Misconfigured(
+            f"a store that begins with {address.partition(':')[0][:8]}: is no address of a bucket",
+            remedy="write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; keys belong in the environment",
+        )
+    scheme, bucket = found.group(1), found.group(2)
+    client = BucketClient(scheme, bucket, prefix, limits or _limits())
+    return BucketReplica(f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else ""), domain, client)
+
+
+def _limits() -> Limits:
+    return Limits(
+        request_seconds=_seconds("SUBLET_BUCKET_TIMEOUT", Limits().request_seconds),
+        patience_seconds=_seconds("SUBLET_BUCKET_PATIENCE", Limits().patience_seconds),
+    )
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 3600:
+        raise Misconfigured(f"{name} is {text[:40]!r}", remedy="give seconds, more than 0 and at most 3600")
+    return value

@@ -1,0 +1,346 @@
+"""Requests to a bucket: retried, bounded in time, and speaking plainly when they fail.
+
+Rules of this file:
+- Every request ends: a limit on each attempt, a limit on all of them together. A bucket that failed is left alone for a few seconds, and is
+  then knocked at by one thread while the others wait: a save or a load waits for it once, and not at every object.
+- A create whose answer was lost may have happened. The next attempt then finds the name taken, and the bytes decide whether it was ours.
+- An error names the bucket and what the server said in our words. The client's own messages hold addresses and signatures, so they are
+  never passed on, not even as a cause.
+- The client's threads do not survive a fork: used in the child it would hang for ever, so it is refused there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from importlib import import_module
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from sublet.core.errors import Misconfigured, MissingExtra
+
+T = TypeVar("T")
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+#: How long a bucket that failed is left alone.
+REST_SECONDS = 5.0
+#: What a client reads from the environment and forgets when it is given any option of its own.
+_OPTIONS = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_ca_certificate", "proxy_excludes")
+_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_PERMANENT = (
+    "PermissionDeniedError",
+    "UnauthenticatedError",
+    "NotSupportedError",
+    "InvalidPathError",
+    "UnknownConfigurationKeyError",
+)
+#: Answers of the 4xx family that the same request may not get again.
+_PASSING = {"408", "409", "423", "425", "429"}
+
+_used_by = 0  # the process whose threads the client has
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    request_seconds: float = 60.0
+    patience_seconds: float = 120.0  # for one object, all attempts together
+    connect_seconds: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    path: str
+    size: int
+    changed: datetime
+
+
+class BucketFailed(OSError):
+    """A bucket that said no or nothing. `lasting`: asking again will not help."""
+
+    def __init__(self, message: str, *, lasting: bool = False) -> None:
+        super().__init__(errno.EIO, message)
+        self.lasting = lasting
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class BucketClient:
+    """The few requests a replica makes. Used from several threads."""
+
+    def __init__(self, scheme: str, bucket: str, prefix: str, limits: Limits) -> None:
+        try:
+            self._obstore: Any = import_module("obstore")
+            self._errors: Any = import_module("obstore.exceptions")
+        except ImportError:
+            raise MissingExtra(
+                f"{scheme}:// needs the package obstore, which is not installed",
+                remedy="pip install 'sublet[bucket]'",
+            ) from None
+        self.limits = limits
+        self.where = _where(scheme, bucket)
+        self._knocking = threading.Lock()
+        self._down = ""  # what it said when it failed last
+        self._failures = 0
+        self._next_try = 0.0
+        try:
+            self._store: Any = _connect(scheme, bucket, prefix, limits)
+            self._door: Any = _connect(
+                scheme, bucket, prefix, replace(limits, request_seconds=limits.connect_seconds)
+            )
+        except Exception as e:  # whatever the client thinks of the settings; its words may quote them
+            raise Misconfigured(
+                f"the settings for {self.where} are not usable ({type(e).__name__})",
+                remedy=f"check the variables that begin with {_PREFIXES[scheme]}_",
+            ) from None
+
+    # requests
+
+    def create(self, path: str, data: bytes | bytearray, *, patience: float | None = None) -> bool:
+        """True: it is there with exactly these bytes. False: something else is. Never writes over anything."""
+
+        def attempt() -> bool:
+            try:
+                self._obstore.put(self._store, path, data, mode="create", use_multipart=False)
+                return True
+            except self._errors.AlreadyExistsError:
+                there = self._whole(path, len(data))
+                if there is None:
+                    raise _Again from None  # gone between the two, or still being decided between two writers
+                return there == data
+
+        try:
+            return self._persist(attempt, patience)
+        except FileNotFoundError:
+            raise BucketFailed("there is no such bucket", lasting=True) from None
+
+    def part(self, path: str, start: int, length: int) -> bytes | None:
+        """Fewer bytes than asked for when it ends before; None when it is not there."""
+        found = self.beginning(path, length, start=start)
+        return found[0] if found is not None else None
+
+    def beginning(self, path: str, most: int, *, start: int = 0) -> tuple[bytes, int] | None:
+        """Bytes of it, and how many it has."""
+
+        def attempt() -> tuple[bytes, int]:
+            try:
+                answer = self._obstore.get(self._store, path, options={"range": (start, start + most)})
+                return bytes(answer.bytes()), int(answer.meta["size"])
+            except self._errors.BaseError as e:
+                if _status(e) == "416":
+                    return b"", 0  # it ends before
+                raise
+
+        return self._missing_is_none(attempt)
+
+    def whole(self, path: str, most: int) -> bytes | None:
+        """The object, or its first `most` bytes and one more: no more than that is read."""
+        return self._missing_is_none(lambda: self._whole(path, most))
+
+    def _whole(self, path: str, most: int) -> bytes | None:
+        try:
+            answer = self._obstore.get(self._store, path)
+            if answer.meta["size"] > most + 1:
+                return bytes(self._obstore.get_range(self._store, path, start=0, length=most + 1))
+            return bytes(answer.bytes())
+        except FileNotFoundError:
+            return None
+
+    def look(self, path: str) -> Found | None:
+        return self._missing_is_none(lambda: _found(self._obstore.head(self._store, path)))
+
+    def list(self, folder: str) -> Iterator[Found]:
+        """All of them or an error: a part of a listing would pass for the whole."""
+
+        def attempt() -> list[Found]:
+            try:
+                return [_found(o) for batch in self._obstore.list(self._store, folder) for o in batch]
+            except FileNotFoundError:
+                return []  # Azurite, of a container that is not there
+
+        yield from self._persist(attempt)
+
+    def copy(self, source: str, target: str) -> bool:
+        """False when the source is not there."""
+
+        def attempt() -> bool:
+            self._obstore.copy(self._store, source, target)
+            return True
+
+        return self._missing_is_none(attempt) is not None
+
+    def delete(self, path: str, *, patience: float | None = None) -> None:
+        def attempt() -> bool:
+            self._obstore.delete(self._store, path)
+            return True
+
+        self._missing_is_none(attempt, patience)
+
+    # patience
+
+    def _missing_is_none(self, attempt: Callable[[], T], patience: float | None = None) -> T | None:
+        try:
+            return self._persist(attempt, patience)
+        except FileNotFoundError:
+            return None
+
+    def _persist(self, attempt: Callable[[], T], patience: float | None = None) -> T:
+        self._check_fork()
+        patience = self._patience(patience)
+        begun = time.monotonic()
+        pause, tries = FIRST_PAUSE_SECONDS, 0
+        while True:
+            tries += 1
+            try:
+                result = attempt()
+                self._down, self._failures = "", 0
+                return result
+            except FileNotFoundError:
+                self._down, self._failures = "", 0
+                raise
+            except _Again:
+                said = "its name is taken and it is not there"
+            except self._errors.BaseError as e:
+                said, lasting = _said(e)
+                if lasting:
+                    raise BucketFailed(said, lasting=True) from None
+            now = time.monotonic()
+            if now + pause - begun > patience:
+                self._went_down(said)
+                often = f" ({tries} times in {now - begun:.0f} s)" if tries > 1 else ""
+                raise BucketFailed(said + often) from None
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _patience(self, asked: float | None) -> float:
+        """For how long attempts are made. Raises at once while the bucket is left alone."""
+        if asked:
+            return asked
+        if self._down:
+            self._knock()
+        return self.limits.patience_seconds if asked is None else asked
+
+    def _knock(self) -> None:
+        """A small question with a short limit: any answer will do."""
+        with self._knocking:
+            if not self._down:
+                return
+            if time.monotonic() < self._next_try:
+                raise BucketFailed(f"{self._down}, a moment ago")
+            try:
+                self._obstore.head(self._door, "probe/knock")
+            except FileNotFoundError:
+                pass
+            except self._errors.BaseError as e:
+                said, lasting = _said(e)
+                if not lasting:
+                    self._went_down(said)
+                    raise BucketFailed(said) from None
+            self._down, self._failures = "", 0
+
+    def _went_down(self, said: str) -> None:
+        rest = min(REST_SECONDS * 2**self._failures, self.limits.patience_seconds)
+        self._failures = min(self._failures + 1, 10)
+        self._down, self._next_try = said, time.monotonic() + rest
+
+    def _check_fork(self) -> None:
+        global _used_by
+        with _fork_lock:
+            if not _used_by:
+                _used_by = os.getpid()
+            if _used_by == os.getpid():
+                return
+        raise BucketFailed(
+            "this process was forked from one that had used a bucket, which buckets do not survive; "
+            "start it with multiprocessing's 'spawn', or open the store in the child only",
+            lasting=True,
+        )
+
+
+class _Again(Exception):
+    """Not settled yet."""
+
+
+_fork_lock = threading.Lock()
+os.register_at_fork(after_in_child=lambda: globals().update(_fork_lock=threading.Lock()))
+
+
+def _connect(scheme: str, bucket: str, prefix: str, limits: Limits) -> Any:
+    stores = import_module("obstore.store")
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=limits.request_seconds),
+        "connect_timeout": timedelta(seconds=limits.connect_seconds),
+    }
+    for key in _OPTIONS:
+        value = os.environ.get(f"{_PREFIXES[scheme]}_{key.upper()}")
+        if value:
+            options[key] = value.lower() in ("1", "true", "yes", "on") if key.startswith("allow_") else value
+    # Retried here: the client does not repeat a create, and cannot know whose bytes are there when it does.
+    common = {
+        "prefix": prefix or None,
+        "client_options": options,
+        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=limits.patience_seconds)},
+    }
+    if scheme == "s3":
+        more: dict[str, Any] = {"disable_bulk_delete": True}  # not every server has it
+        if "AWS_CHECKSUM_ALGORITHM" not in os.environ:
+            more["checksum_algorithm"] = "SHA256"
+        return stores.S3Store(bucket, **common, **more)
+    if scheme == "gs":
+        return stores.GCSStore(bucket, **common)
+    return stores.AzureStore(bucket, **common)
+
+
+def _where(scheme: str, bucket: str) -> str:
+    """The bucket, and the server when it is not the cloud's own. No user, no key."""
+    if scheme == "az":
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+        bucket += f" of {account}" if account else ""
+    kinds = {
+        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "gs": ("GOOGLE_BASE_URL",),
+        "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL"),
+    }
+    endpoint = next((os.environ[k] for k in kinds[scheme] if os.environ.get(k)), "")
+    host = endpoint and urlsplit(endpoint).netloc.rpartition("@")[2]
+    return f"{scheme} bucket {bucket}" + (f" at {host}" if host else "")
+
+
+def _found(meta: Any) -> Found:
+    return Found(str(meta["path"]), int(meta["size"]), meta["last_modified"])
+
+
+def _status(error: Exception) -> str:
+    found = re.search(r"status code: (\d{3})", str(error))
+    return found.group(1) if found else ""
+
+
+def _said(error: Exception) -> tuple[str, bool]:
+    """In our words, and whether it will stay so."""
+    text = str(error)
+    status = _status(error)
+    if status:
+        code = re.search(r"<Code>(\w{1,60})</Code>", text)
+        said = f"the server answered {status}" + (f" {code.group(1)}" if code else "")
+        slow = code is not None and code.group(1) in ("RequestTimeout", "SlowDown", "OperationAborted")
+        return said, status.startswith("4") and status not in _PASSING and not slow
+    if type(error).__name__ in _PERMANENT:
+        return {
+            "PermissionDeniedError": "the credentials do not allow it",
+            "UnauthenticatedError": "the server does not know the credentials",
+        }.get(type(error).__name__, f"the request was refused ({type(error).__name__})"), True
+    if "kind: Timeout" in text:
+        return "no answer in time", False
+    if "kind: Connect" in text:
+        return "no connection", False
+    if "builder error" in text:
+        return "an address without TLS, which has to be allowed (…_ALLOW_HTTP=true)", True
+    return "the connection broke", False
