@@ -21,6 +21,8 @@ $(VENV)/.base: $(BIN)/python pyproject.toml
 $(VENV)/.dev: $(VENV)/.base
 	@command -v gcc >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq gcc libc6-dev >/dev/null; } \
 	  || echo "no gcc: the tests of the CUDA driver cannot build their shim"
+	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq strace >/dev/null; } \
+	  || echo "no strace: the tests that kill a save at each system call cannot run"
 	@$(PIP) -e '.[dev]'
 	@command -v npm >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq nodejs npm >/dev/null; } \
 	  || echo "no npm: the tests of Azure's protocol have no server"
@@ -51,6 +53,9 @@ proof: $(VENV)/.dev ## the long storms
 	@SUBLET_STORM_SECONDS=$${SUBLET_STORM_SECONDS:-180} SUBLET_HOSTILE=$${SUBLET_HOSTILE:-1000} \
 	  SUBLET_HANDOVERS=$${SUBLET_HANDOVERS:-1000} SUBLET_BUCKET_STORM=$${SUBLET_BUCKET_STORM:-150} \
 	  $(BIN)/pytest -s tests/storms tests/store/test_bucket_states.py::test_a_storm_of_faults tests/drivers/test_cuda.py::test_handovers_with_scrubbing
+	@SUBLET_CRASH_STATES=$${SUBLET_CRASH_STATES:-5000} SUBLET_KILLS=$${SUBLET_KILLS:-all} SUBLET_DAMAGES=$${SUBLET_DAMAGES:-10000} \
+	  SUBLET_MANIFESTS=$${SUBLET_MANIFESTS:-10000} SUBLET_RACES=$${SUBLET_RACES:-300} $(BIN)/pytest -s tests/store/test_power_loss.py \
+	  tests/store/test_killed_at_a_call.py tests/store/test_replicas.py tests/store/test_hostile_manifests.py tests/store/test_races.py
 
 bench: $(VENV)/.bench ## ratios against peers, in one run; ONLY=leases for one part
 	@if [ "$$(id -u)" = 0 ] && ! { command -v etcd && command -v redis-server; } >/dev/null; then \

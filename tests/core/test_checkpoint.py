@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import time
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -323,6 +324,106 @@ def test_a_manifest_beyond_the_limit_is_not_parsed() -> None:
     with pytest.raises(Damaged, match="larger"):
         read_manifest(bytes(checkpoint.MAX_MANIFEST_BYTES + 1))
     assert time.perf_counter() - began < 1
+
+
+def filled(part: str, count: int) -> bytes:
+    """A manifest whose tree is this, again and again. '#' becomes a number of its own."""
+    parts = (part.replace("#", f"{n:x}") for n in range(count)) if "#" in part else [part] * count
+    return a_manifest(tree="here").to_bytes().replace(b'"here"', f"[{','.join(parts)}]".encode())
+
+
+SWOLLEN = [
+    "[]", "{}", "[[]]", "[0]", '{"":0}', '{"":{}}', '{"a":0,"b":0}', '{"a":{},"b":[],"c":{},"d":[],"e":[]}', '{"#":0}', '"#"', '"\\u4e00#"',
+    "1.5", "1e9", "999", "99999999999", "0", "[" * 50 + "]" * 50, '{"a":' * 30 + "0" + "}" * 30, '"' + "x" * 3000 + '"',
+    '"' + "x" * 3000 + '\\ud83d\\ude00"', '"' + "\\n" * 3000 + '"', "true", '{"$tensor":0}', '{"$dict":[[1,2]]}', "[[[],[]],[[],[]]]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", SWOLLEN, ids=lambda p: p[:20])
+def test_reading_takes_no_more_memory_than_was_foretold(part: str) -> None:
+    """C7: the bound is a bound, for whatever swells most in memory."""
+    data = filled(part, max(20, 60_000 // len(part)))
+    tracemalloc.start()
+    try:
+        read_manifest(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= checkpoint.memory_to_read(data)
+
+
+def test_the_tables_too_take_no_more_memory_than_was_foretold() -> None:
+    layout = lay_out([CHUNK_BYTES] * 3000 + [10] * 3000)
+    rows = tuple(
+        TensorEntry(
+            framework="torch", dtype="float32", shape=(300, 300), stride=(300, 1), offset=n, storage=n
+        )
+        for n in range(6000)
+    )
+    chunks = tuple(
+        ChunkEntry(s, hexed(n), hexed(n % 9), CHUNK_BYTES * n) for n, s in enumerate(layout.chunks)
+    )
+    data = a_manifest(tensors=rows, storages=layout.storages, chunks=chunks, size=layout.size).to_bytes()
+    tracemalloc.start()
+    try:
+        read_manifest(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= checkpoint.memory_to_read(data)
+
+
+@pytest.mark.parametrize("part", ["[]", "{}", "[[]]", '{"":{}}', "0", "1.5", '""', "[" * 50 + "]" * 50])
+def test_a_manifest_that_would_fill_the_memory_is_not_parsed(part: str) -> None:
+    """C7: within the limit of bytes, and a gigabyte once it is parsed."""
+    data = filled(part, (checkpoint.MAX_MANIFEST_BYTES - 5000) // (len(part) + 1))
+    assert len(data) < checkpoint.MAX_MANIFEST_BYTES
+    began = time.perf_counter()
+    tracemalloc.start()
+    try:
+        with pytest.raises(Damaged, match="so many parts"):
+            read_manifest(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.perf_counter() - began < 1
+
+
+def test_a_terabyte_has_a_manifest() -> None:
+    """The bounds leave room for what they are for: chunks of a terabyte, and a hundred thousand tensors."""
+    layout = lay_out([CHUNK_BYTES] * (1 << 17))
+    chunks = [[s.offset, s.size, hexed(n), 0, CHUNK_BYTES * n] for n, s in enumerate(layout.chunks)]
+    assert layout.size == 1 << 40
+    data = changed(
+        packs=[hexed(1)],
+        chunks=chunks,
+        storages=[[s.offset, s.size] for s in layout.storages],
+        tensors=[],
+        size=1 << 40,
+    )
+    assert len(data) < checkpoint.MAX_MANIFEST_BYTES
+    assert checkpoint.memory_to_read(data) < checkpoint.MAX_MANIFEST_MEMORY
+    rows = [["torch", "float32", [4, 4], [4, 1], 0, 0, 1]] * 100_000
+    data = changed(tensors=rows, tree={f"model.layers.{n}.weight": {"$tensor": n} for n in range(100_000)})
+    assert checkpoint.memory_to_read(data) < checkpoint.MAX_MANIFEST_MEMORY
+
+
+@pytest.mark.parametrize(
+    "parent", ["../" * 21 + "x", "a" * 63, "A" * 64, "a" * 64 + "\n", "\x00", ".", 0, None, []]
+)
+def test_a_parent_is_a_digest_or_none(parent: Any) -> None:
+    """Threat 9: it becomes the name of a file."""
+    with pytest.raises(Damaged):
+        read_manifest(changed(parent=parent))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_only_ascii(encoding: str) -> None:
+    """C7: what is counted is what is parsed."""
+    with pytest.raises(Damaged):
+        read_manifest(a_manifest().to_bytes().decode().encode(encoding))
+    with pytest.raises(Damaged):
+        read_manifest(a_manifest(tree="here").to_bytes().replace(b"here", "é".encode()))
 
 
 # --- policy --------------------------------------------------------------------------------------------------

@@ -37,7 +37,16 @@ class Held:
 class Shelf:
     """N folders and a ledger with one active lease."""
 
-    def __init__(self, folder: Path, replicas: int = 3, domains: tuple[str, ...] = (), **policy: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        replicas: int = 3,
+        domains: tuple[str, ...] = (),
+        *,
+        disks: Path | None = None,
+        kind: type[DirectoryReplica] = DirectoryReplica,
+        **policy: Any,
+    ) -> None:
         self._opened: list[CheckpointStore] = []
         self.rig: Rig = sqlite_rig(folder)
         self.rig.tenant()
@@ -45,8 +54,8 @@ class Shelf:
         self.answer = self.rig.ask(10, lease_id="holder")
         self.lease = Held(self.rig.key(self.answer))
         self.policy = ReplicaPolicy(replicas=replicas, domains=domains, **policy)
-        self.folders = [folder / f"replica{i}" for i in range(replicas)]
-        self.replicas = [DirectoryReplica(path) for path in self.folders]
+        self.folders = [(disks or folder) / f"replica{i}" for i in range(replicas)]
+        self.replicas = [kind(path) for path in self.folders]
         for replica in self.replicas:
             replica.check()
         self.store = self.open()

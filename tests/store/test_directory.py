@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import re
+import stat
 import subprocess
 import sys
 import threading
@@ -179,9 +180,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     watch("pwritev", by_fd)
     watch("ftruncate", by_fd)
     watch("fsync", by_fd)
-    watch("link", lambda a, b, **_: f"{short(a)} {short(b)}")
-    watch("rename", lambda a, b, **_: f"{short(a)} {short(b)}")
-    watch("replace", lambda a, b, **_: f"{short(a)} {short(b)}")
+
+    def from_to(_: str, __: str, *, src_dir_fd: int, dst_dir_fd: int, **___: Any) -> str:
+        return f"{by_fd(src_dir_fd)}/* {by_fd(dst_dir_fd)}/*"
+
+    watch("write", by_fd)
+    watch("link", from_to)
+    watch("rename", from_to)
     return made
 
 
@@ -199,7 +204,7 @@ def test_order_of_a_pack(replica: DirectoryReplica, calls: list[str]) -> None:
 
 def test_order_of_a_manifest(replica: DirectoryReplica, calls: list[str]) -> None:
     replica.put_manifest(A, b"{}")
-    assert calls == ["fsync drafts/*", "link drafts/* manifests/*", "fsync manifests"]
+    assert calls == ["write drafts/*", "fsync drafts/*", "link drafts/* manifests/*", "fsync manifests"]
 
 
 def test_a_name_that_was_there_is_synced_too(replica: DirectoryReplica, calls: list[str]) -> None:
@@ -239,10 +244,21 @@ def test_folders_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "fsync", fsync)
     DirectoryReplica(tmp_path / "new" / "deeper").check()
-    assert synced == [str(p) for p in (tmp_path, tmp_path / "new", *[tmp_path / "new" / "deeper"] * 4)]
+    assert synced == [
+        str(p)
+        for p in (
+            tmp_path,
+            tmp_path / "new",
+            *[tmp_path / "new" / "deeper"] * 4,
+            tmp_path / "new",
+            tmp_path / "new" / "deeper",
+        )
+    ]
     synced.clear()
     DirectoryReplica(tmp_path / "new" / "deeper").check()
-    assert synced == []
+    assert synced == [str(tmp_path / "new"), str(tmp_path / "new" / "deeper")], (
+        "whoever made it may have died before"
+    )
 
 
 @pytest.mark.parametrize("call", ["fsync", "link", "ftruncate", "pwritev"])
@@ -352,10 +368,12 @@ def test_a_draft_that_cannot_be_removed_is_left(
         raise PermissionError(errno.EROFS, "read-only")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refuse)
+        patched.setattr(os, "unlink", refuse)
         put_pack(replica, A, b"x" * 10)
+        replica.put_manifest(A, b"x")
     assert get_pack(replica, A, 10) == b"x" * 10
-    assert len(list((replica.path / "drafts").iterdir())) == 1
+    assert replica.get_manifest(A) == b"x"
+    assert len(list((replica.path / "drafts").iterdir())) == 2
     put_pack(replica, B, b"y")
 
 
@@ -465,15 +483,93 @@ def test_every_name_in_the_store_is_a_digest(tmp_path: Path) -> None:
     shelf.close()
 
 
-def test_links_are_not_followed(replica: DirectoryReplica, tmp_path: Path) -> None:
-    """Threat 9: a link planted in a replica leads nowhere."""
+@pytest.mark.parametrize("planted", ["link", "dangling", "pipe", "folder", "socket"])
+def test_what_is_no_plain_file_is_a_bad_copy(replica: DirectoryReplica, tmp_path: Path, planted: str) -> None:
+    """Threat 9: what is planted under a name leads nowhere, holds nobody up, and is set aside like every bad copy."""
     (tmp_path / "secret").write_bytes(b"secret")
-    (replica.path / f"packs/{A}.pack").symlink_to(tmp_path / "secret")
-    (replica.path / f"manifests/{A}.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(OSError, match="symbolic"):
-        get_pack(replica, A, 6)
-    with pytest.raises(OSError, match="symbolic"):
-        replica.get_manifest(A)
+    for kind, name in (("pack", f"packs/{A}.pack"), ("manifest", f"manifests/{A}.json")):
+        path = replica.path / name
+        if planted in ("link", "dangling"):
+            path.symlink_to(tmp_path / ("secret" if planted == "link" else "nothing"))
+        elif planted == "pipe":
+            os.mkfifo(path)
+        elif planted == "folder":
+            path.mkdir()
+        else:
+            os.mknod(path, 0o600 | stat.S_IFSOCK)
+        if kind == "pack":
+            assert get_pack(replica, A, 6) is None
+            assert replica.has_pack(A)
+            with pytest.raises(NotDurable, match="exists"):
+                put_pack(replica, A, b"secret")
+        else:
+            assert replica.get_manifest(A) == b""
+            with pytest.raises(NotDurable, match="exists"):
+                replica.put_manifest(A, b"secret")
+        replica.set_aside(kind, A)
+    put_pack(replica, A, b"good")
+    replica.put_manifest(A, b"good")
+    assert (get_pack(replica, A, 4), replica.get_manifest(A)) == (b"good", b"good")
+    assert (tmp_path / "secret").read_bytes() == b"secret"
+    assert list((replica.path / "drafts").iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["packs", "manifests", "drafts", "aside"])
+def test_folders_that_are_links_are_not_followed(
+    replica: DirectoryReplica, tmp_path: Path, folder: str
+) -> None:
+    """Threat 9: also one step higher. The replica's own path may be a link: that one is the operator's."""
+    elsewhere = tmp_path / "elsewhere"
+    (replica.path / folder).rename(elsewhere)
+    (elsewhere / f"{A}.pack").write_bytes(b"secret")
+    (elsewhere / f"{A}.json").write_bytes(b"secret")
+    (replica.path / folder).symlink_to(elsewhere)
+    with pytest.raises(Misconfigured):
+        replica.check()
+    if folder in ("packs", "manifests", "drafts"):
+        with pytest.raises(NotDurable):
+            put_pack(replica, B, b"x") if folder != "manifests" else replica.put_manifest(B, b"x")
+    if folder == "packs":
+        with pytest.raises(OSError, match="Not a directory"):
+            get_pack(replica, A, 6)
+    if folder == "manifests":
+        with pytest.raises(OSError, match="Not a directory"):
+            replica.get_manifest(A)
+    if folder == "aside":
+        put_pack(replica, A, b"mine")
+        with pytest.raises(OSError, match="Not a directory"):
+            replica.set_aside("pack", A)
+        assert replica.has_pack(A)
+    assert sorted(p.name for p in elsewhere.iterdir()) == [f"{A}.json", f"{A}.pack"]
+    (replica.path / folder).unlink()
+    elsewhere.rename(replica.path / folder)
+    (tmp_path / "also").symlink_to(replica.path)
+    also = DirectoryReplica(tmp_path / "also")
+    also.check()
+    put_pack(also, B, b"through the operator's link")
+    assert replica.has_pack(B)
+
+
+def test_a_name_whose_folder_did_not_sync_is_taken_back(
+    replica: DirectoryReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C1: else the next save would count a copy that a power cut may take away. What was there before stays."""
+    put_pack(replica, B, b"before")
+    real = os.fsync
+
+    def failing(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, "broken disk")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for name, data in ((A, b"x"), (B, b"before")):
+        with pytest.raises(NotDurable, match="broken disk"):
+            put_pack(replica, name, data)
+    with pytest.raises(NotDurable, match="broken disk"):
+        replica.put_manifest(A, b"x")
+    assert (replica.has_pack(A), replica.has_pack(B), replica.get_manifest(A)) == (False, True, None)
+    assert list((replica.path / "drafts").iterdir()) == []
 
 
 def test_a_manifest_of_any_size_is_not_read_into_memory(replica: DirectoryReplica) -> None:

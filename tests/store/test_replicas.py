@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from sublet.core import checkpoint
 from sublet.core.checkpoint import ReplicaPolicy
 from sublet.core.errors import Damaged, Misconfigured, QuorumNotReached
+from sublet.store.checkpoints import CheckpointStore
 from sublet.store.directory import DirectoryReplica
 from sublet.store.packing import digest
 from sublet.store.replicas import Health, Replicas
@@ -166,77 +168,143 @@ def test_shared_chunks_must_still_be_on_a_quorum(shelf: Shelf) -> None:
 # --- reading -------------------------------------------------------------------------------------------------
 
 
-def every_chunk_left(shelf: Shelf, good: dict[str, bytes]) -> bool:
-    """Whether a good copy of the manifest and of each chunk is somewhere."""
-    for name, data in good.items():
-        copies = [(r / name).read_bytes() if (r / name).exists() else b"" for r in shelf.folders]
-        if name.startswith("manifests"):
-            if data not in copies:
-                return False
-        elif not any(c[:CUT] == data[:CUT] for c in copies) or not any(
-            c[CUT : len(data)] == data[CUT:] for c in copies
-        ):
+DAMAGES = int(os.environ.get("SUBLET_DAMAGES", "2000"))
+SEED = int(os.environ.get("SUBLET_SEED", "4"))
+
+
+class Copies:
+    """Two versions on three replicas, the second sharing a chunk with the first; and what every copy should be."""
+
+    def __init__(self, folder: Path) -> None:
+        rng = random.Random(2024)
+        self.shelf = Shelf(folder)
+        self.states = [
+            {"a": np.frombuffer(rng.randbytes(8192), np.uint8), "b": text * 300, "n": n}
+            for n, text in enumerate([b"tail", b"head"])
+        ]
+        self.states[1]["a"] = self.states[0]["a"]
+        for version, state in enumerate(self.states):
+            self.shelf.save(state, version)
+        first = self.shelf.folders[0]
+        self.good = {str(p.relative_to(first)): p.read_bytes() for p in first.glob("[pm]a*s/*")}
+        newest, oldest = self.shelf.store.history(JOB)
+        assert newest.parent
+        head = self.shelf.rig.ledger.head(JOB)
+        assert head is not None
+        self.manifests = [f"manifests/{head.digest}.json", f"manifests/{newest.parent}.json"]
+        self.chunks = {m: [(f"packs/{c.pack}.pack", c.at, c.span.size) for c in v.chunks]
+                       for m, v in zip(self.manifests, (newest, oldest), strict=True)}  # fmt: skip
+        assert len(self.good) == 4
+        assert len(set(self.chunks[self.manifests[0]]) & set(self.chunks[self.manifests[1]])) == 1
+
+    def is_good(self, number: int, name: str, at: int = 0, size: int | None = None) -> bool:
+        path = self.shelf.folders[number] / name
+        wanted = self.good[name][at:] if size is None else self.good[name][at : at + size]
+        if not path.exists():
             return False
-    return True
+        data = path.read_bytes()
+        return data == wanted if size is None else data[at : at + size] == wanted
 
+    def left(self, *manifests: str) -> bool:
+        """Whether a good copy of each manifest and of each of its chunks is somewhere."""
+        return all(
+            any(self.is_good(n, m) for n in range(3))
+            and all(any(self.is_good(n, *chunk) for n in range(3)) for chunk in self.chunks[m])
+            for m in manifests
+        )
 
-CUT = 8192  # where the second chunk begins
+    def damage(self, number: int, rng: random.Random) -> str:
+        """Something that happens to a copy. Half of the time it is what would verify as something else."""
+        root = self.shelf.folders[number]
+        name = rng.choice(sorted(self.good))
+        what = rng.choice(["file", "file", "file", "swap", "chunk", "manifest"])
+        if what == "swap":
+            one, two = (root / n for n in rng.sample(sorted(self.good), 2))
+            if one.exists() and two.exists():
+                first, second = one.read_bytes(), two.read_bytes()
+                one.write_bytes(second), two.write_bytes(first)
+                return f"{number} swapped {one.name[:6]} {two.name[:6]}"
+        elif what == "chunk":
+            (here, at, size), (there, from_at, from_size) = rng.sample(
+                [c for cs in self.chunks.values() for c in cs], 2
+            )
+            if (root / here).exists():
+                data = bytearray((root / here).read_bytes())
+                data[at : at + size] = (self.good[there][from_at : from_at + from_size] * 9)[:size]
+                (root / here).write_bytes(data)
+                return f"{number} another's chunk in {here[:12]} at {at}"
+        elif what == "manifest":
+            one, two = rng.sample(self.manifests, 2)
+            (root / one).write_bytes(self.good[two])
+            return f"{number} another version's manifest as {one[10:16]}"
+        path = root / name
+        if not path.exists() or not path.stat().st_size:
+            path.write_bytes(b"x")
+        return f"{number} {name[:12]} {damage(path, rng)}"
+
+    def restore(self) -> None:
+        for root in self.shelf.folders:
+            shutil.rmtree(root / "aside")
+            (root / "aside").mkdir()
+            for name, data in self.good.items():
+                if not (root / name).exists() or (root / name).read_bytes() != data:
+                    (root / name).unlink(missing_ok=True)
+                    (root / name).write_bytes(data)
 
 
 def test_2000_damages_over_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C3, C4: after each, the load is exact if one good copy of everything is left, and an error that names it otherwise; what was
-    bad is set aside and made good again, never copied from."""
+    """C3, C4: flips, cuts, swaps, and parts of other files that verify as something else. Each is seen; after each the load is exact
+    if one good copy of everything is left, and an error that names it otherwise; what was bad is made good again, never copied from."""
     monkeypatch.setattr(checkpoint, "GROUP_BYTES", 4096)  # two chunks in a small pack
-    rng = random.Random(2024)
-    done = lost = 0
+    rng = random.Random(SEED)
+    counts: Counter[str] = Counter()
     with in_memory() as folder:
-        shelf = Shelf(folder)
-        state = {"a": np.frombuffer(rng.randbytes(CUT), np.uint8), "b": b"tail" * 300, "n": 1}
-        shelf.save(state, 0)
-        good = {
-            str(p.relative_to(shelf.folders[0])): p.read_bytes()
-            for p in shelf.published()
-            if p.is_relative_to(shelf.folders[0])
-        }
-        assert len(good) == 2
+        copies = Copies(folder)
+        shelf = copies.shelf
+        newest, oldest = copies.manifests
         store = shelf.open()
-        while done < 2000:
-            hit: list[str] = []
-            for number in rng.sample(range(3), rng.choice([1, 2, 2, 2, 3])):
-                for name in rng.sample(sorted(good), rng.choice([1, 2])):
-                    path = shelf.folders[number] / name
-                    hit.append(f"{number}/{name[:12]} {damage(path, rng)}")
-                    done += 1
-            # A swap: what belongs to another name.
-            if rng.random() < 0.1:
-                pack, manifest = (shelf.folders[rng.randrange(3)] / n for n in sorted(good, reverse=True))
-                if pack.exists() and manifest.exists():
-                    one, two = pack.read_bytes(), manifest.read_bytes()
-                    pack.unlink(), manifest.unlink()
-                    pack.write_bytes(two), manifest.write_bytes(one)
-            if every_chunk_left(shelf, good):
-                found = store.load(JOB)
-                assert found["a"].tobytes() == state["a"].tobytes(), hit
-                assert (found["b"], found["n"]) == (state["b"], 1)
-                for name, data in good.items():
-                    assert (shelf.folders[0] / name).read_bytes() == data, (
-                        "it was bad where a read begins, and still is"
-                    )
+        while counts["damages"] < DAMAGES:
+            hit = [copies.damage(n, rng) for n in rng.choices(range(3), k=rng.choice([1, 2, 4, 7, 10]))]
+            where = f"damage {counts['damages']} of seed {SEED}: {hit}"
+            counts["damages"] += len(hit)
+            if copies.left(newest, oldest):
+                check_seen(copies, store, where)
+            if copies.left(newest):
+                counts["whole"] += 1
+                check_loaded(store.load(JOB), copies.states[1], where)
+                assert copies.is_good(0, newest), f"it was bad where a read begins, and still is: {where}"
+                assert all(copies.is_good(0, *c) for c in copies.chunks[newest]), where
             else:
-                lost += 1
+                counts["lost"] += 1
                 with pytest.raises(Damaged) as caught:
                     store.load(JOB)
-                assert all(r.name in caught.value.message for r in shelf.replicas)
-                assert any(len(word) == 64 for word in caught.value.message.split())
-            for root in shelf.folders:
-                shutil.rmtree(root / "aside")
-                (root / "aside").mkdir()
-                for name, data in good.items():
-                    if not (root / name).exists() or (root / name).read_bytes() != data:
-                        (root / name).unlink(missing_ok=True)
-                        (root / name).write_bytes(data)
+                assert all(r.name in caught.value.message for r in shelf.replicas), where
+                assert any(len(word) == 64 for word in caught.value.message.split()), where
+            if copies.left(newest, oldest):
+                counts["repaired"] += 1
+                store.repair(JOB)
+                for number in range(3):
+                    assert all(copies.is_good(number, m) for m in copies.manifests), where
+                    assert all(copies.is_good(number, *c) for cs in copies.chunks.values() for c in cs), where
+                check_loaded(store.load(JOB, version=1), copies.states[0], where)
+            copies.restore()
         shelf.close()
-    assert lost > 50, "some of them must have been past saving"
+    print(dict(counts))
+    assert min(counts["lost"], counts["whole"], counts["repaired"]) > DAMAGES // 40, counts
+
+
+def check_loaded(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    assert found["a"].tobytes() == wanted["a"].tobytes(), where
+    assert (found["b"], found["n"]) == (wanted["b"], wanted["n"]), where
+
+
+def check_seen(copies: Copies, store: CheckpointStore, where: str) -> None:
+    """A look at every copy says of each exactly what is true. Looking needs the manifests, and mends those."""
+    wanted = {c for cs in copies.chunks.values() for c in cs}
+    for name, pack, how in store.verify(JOB):
+        number = [r.name for r in copies.shelf.replicas].index(name)
+        good = all(copies.is_good(number, *c) for c in wanted if pack in c[0])
+        assert (how == "good") is good, f"{pack[:6]} on {number} is said to be {how}: {where}"
 
 
 def test_one_good_copy_of_each_chunk_is_enough() -> None:
@@ -322,6 +390,8 @@ def test_a_lost_chunk_of_an_old_version_does_not_keep_the_head_from_repair(quick
     assert same(store.load(JOB), {**first, "b": a_state(2)["b"]})
     assert any(lost.digest in text for text in store.health.lost)
     assert len(quick.files("aside")) == 1
+    whole = (quick.folders[0] / f"packs/{shared}.pack").read_bytes()
+    assert not any(whole[lost.at : lost.at + lost.span.size]), "a bad chunk was copied from (C3)"
     quick.lose(1), quick.lose(2)
     assert same(quick.load(), {**first, "b": a_state(2)["b"]}), "made good on the first replica"
     with pytest.raises(Damaged):

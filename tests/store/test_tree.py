@@ -489,7 +489,7 @@ def test_a_tree_of_somebody_else(tree: Any) -> None:
         over(ENTRY, dtype="O"), over(ENTRY, dtype="object"), over(ENTRY, dtype=""), over(ENTRY, dtype="["), over(ENTRY, dtype="(" * 4000),
         over(ENTRY, dtype="[('a', 'O')]"), over(ENTRY, dtype="[__import__('os')]"), over(ENTRY, shape=(5,)), over(ENTRY, shape=(3,)),
         over(ENTRY, shape=(2**40, 2**40)), over(ENTRY, storage=3), over(ENTRY, storage=1), over(ENTRY, dtype="V0"), over(ENTRY, dtype="<f8", shape=(4,)),
-        over(TORCH, dtype="Tensor"), over(TORCH, dtype="load"), over(TORCH, dtype="nothing"), over(TORCH, shape=(5,)), over(TORCH, offset=1),
+        over(TORCH, dtype="Tensor"), over(TORCH, dtype="load"), over(TORCH, dtype="quint8"), over(TORCH, dtype="qint32"), over(TORCH, dtype="_inductor"), over(TORCH, dtype="nothing"), over(TORCH, shape=(5,)), over(TORCH, offset=1),
         over(TORCH, stride=(2,)), over(TORCH, stride=None), over(TORCH, shape=(2**46,), stride=(2**46,)), over(TORCH, dtype="float64"),
         over(TORCH, storage=1), over(TORCH, dtype="int64", grad=True, shape=(2,)), over(TORCH, offset=2**46), over(TORCH, shape=(2**45, 2**45), stride=(0, 0), offset=9),
     ],
@@ -500,6 +500,16 @@ def test_a_tensor_of_somebody_else(entry: TensorEntry) -> None:
     memory = [memoryview(bytearray(16)), memoryview(bytearray(0))]
     with pytest.raises(Damaged):
         put_together({"$tensor": 0}, [entry], memory.__getitem__)
+
+
+@pytest.mark.parametrize("mark", ["$bytes", "$bytearray"])
+def test_the_same_bytes_twice_are_refused(mark: str) -> None:
+    """C7: fourteen letters a copy would fill any memory. What we write has storages of its own for each."""
+    for other in ("$bytes", "$bytearray"):
+        with pytest.raises(Damaged, match="twice"):
+            put_together([{mark: 0}, {other: 0}], [], [memoryview(bytearray(16))].__getitem__)
+    twice = b"x" * 16
+    assert round_trip([twice, twice, bytearray(twice)]) == [twice, twice, bytearray(twice)]
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,8 @@ class CheckpointStore:
         parts that are wanted, as `sublet checkpoint show` lists them, and nothing else is read."""
         self._join_ahead(name)
         manifest = (self._recall(name) if version is None else None) or self.manifest(name, version)
+        if manifest.name != name:
+            raise Damaged(f"the head of {name} refers to a state of {manifest.name[:100]}")
         if schema is not None and manifest.schema != schema:
             raise BadInput(
                 f"{name} was saved with schema {manifest.schema!r}, not {schema!r}",
@@ -434,8 +436,13 @@ class CheckpointStore:
             arena.populate(chunk.span)
             self._replicas.chunk(chunk, arena.view[chunk.span.offset : chunk.span.end], health)
 
-        with ThreadPoolExecutor(READERS) as pool:
-            list(pool.map(read, numbers))
+        pool = ThreadPoolExecutor(READERS)
+        try:
+            for _ in pool.map(read, numbers):
+                pass
+        finally:
+            # What is not there must not cost the memory of the rest, only because a manifest speaks of it.
+            pool.shutdown(cancel_futures=True)
         if health.wanting:
             # Older versions share these packs, and want what they have of them.
             kept = [m for m in self.history(manifest.name) if m.version != manifest.version]
@@ -476,8 +483,10 @@ class CheckpointStore:
         """Give every replica a good copy of everything its versions need; what was done."""
         health = Health()
         manifests = list(self.history(name))
-        for manifest in manifests:
-            self._replicas.spread_manifest(manifest_bytes(manifest), health)
+        head = self._ledger().head(name)
+        newest = head.digest if head is not None else ""
+        for digest_of in [newest, *(m.parent for m in manifests[:-1])]:
+            self._replicas.spread_manifest(digest_of, health)
         self._replicas.repair(manifests, health)
         return health
 

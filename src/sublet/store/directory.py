@@ -3,7 +3,10 @@
 Rules of this file:
 - Nothing is written under its final name. A draft is written, synced, and linked to its name, which fails if the name is taken: bytes
   under a name never change, whoever writes the same thing at the same time (C2).
-- Order: data, sync of the file, link, sync of the folder. Only then did it happen (C6).
+- Order: data, sync of the file, link, sync of the folder. Only then did it happen (C6). A name whose folder would not sync is taken
+  back: whoever looks later would count it.
+- Everything below the replica's own folder is opened from that folder and never through a link: what somebody planted there leads
+  nowhere. What is no plain file is a bad copy.
 - Packs are written past the page cache where the file system lets us: a checkpoint must not push the training data out of memory.
 """
 
@@ -11,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import filecmp
+import fcntl
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +28,10 @@ from sublet.core.errors import Misconfigured, NotDurable
 from sublet.failpoints import failpoint
 
 _FOLDERS = ("packs", "manifests", "drafts", "aside")
+_READ = (
+    os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+)  # a pipe under a pack's name must not hold a load up
+_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class DirectoryReplica:
@@ -45,18 +53,40 @@ class DirectoryReplica:
         try:
             for folder in _FOLDERS:
                 _make_folder(self.path / folder)
-            trial = self.path / "drafts" / f"trial-{secrets.token_hex(4)}"
-            trial.touch()
-            try:
-                os.link(trial, trial.with_suffix(".link"))
-                os.unlink(trial.with_suffix(".link"))
-            finally:
-                trial.unlink(missing_ok=True)
+                os.close(self._open(folder))
+            # Also what was there already: whoever made it may have died before it was durable.
+            with contextlib.suppress(PermissionError):  # not ours to read
+                _sync_folder(self.path.parent)
+            _sync_folder(self.path)
+            with self._in("drafts") as drafts:
+                trial = f"trial-{secrets.token_hex(4)}"
+                os.close(os.open(trial, _MAKE, 0o644, dir_fd=drafts))
+                try:
+                    os.link(trial, f"{trial}.link", src_dir_fd=drafts, dst_dir_fd=drafts)
+                    os.unlink(f"{trial}.link", dir_fd=drafts)
+                finally:
+                    os.unlink(trial, dir_fd=drafts)
         except OSError as e:
             raise Misconfigured(
                 f"{self.name} cannot be a replica: {e.strerror}",
                 remedy="give it a folder you may write hard links in",
             ) from e
+
+    def _open(self, folder: str) -> int:
+        """One of its four folders. The replica's own path may lead through links, which are the operator's; nothing in it may."""
+        root = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+        finally:
+            os.close(root)
+
+    @contextlib.contextmanager
+    def _in(self, folder: str) -> Iterator[int]:
+        fd = self._open(folder)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     # packs
 
@@ -66,88 +96,116 @@ class DirectoryReplica:
         except OSError as e:
             raise _not_durable(self, e) from e
 
-    def _pack(self, pack: str) -> Path:
-        return self.path / "packs" / f"{pack}.pack"
-
     def has_pack(self, pack: str) -> bool:
-        return self._pack(pack).exists()
+        try:
+            with self._in("packs") as packs:
+                os.stat(f"{pack}.pack", dir_fd=packs, follow_symlinks=False)
+            return True
+        except FileNotFoundError:
+            return False
 
     def read_pack(self, pack: str, at: int, into: memoryview) -> bool:
         """Past the page cache as well, as far as whole blocks go: what was written past it is not in there."""
-        path = self._pack(pack)
-        whole = into.nbytes // ALIGN * ALIGN if at % ALIGN == 0 else 0
         try:
-            done = _read(path, os.O_DIRECT, at, into[:whole]) if whole else 0
-        except OSError as e:
-            if e.errno != errno.EINVAL:  # a file system without it, or memory that lies askew
-                raise
-            done = 0
-        if done is None:
+            with self._in("packs") as packs:
+                fd = _open_plain(f"{pack}.pack", packs)
+        except FileNotFoundError:
             return False
-        rest = _read(path, 0, at + done, into[done:])
-        return rest is not None and done + rest == into.nbytes
+        if fd < 0:
+            return False
+        try:
+            whole = into.nbytes // ALIGN * ALIGN if at % ALIGN == 0 else 0
+            done = _read_directly(fd, at, into[:whole])
+            while done < into.nbytes:
+                got = os.preadv(fd, [into[done:]], at + done)
+                if got == 0:
+                    return False
+                done += got
+            return True
+        finally:
+            os.close(fd)
 
     # manifests
 
     def put_manifest(self, digest: str, data: bytes) -> None:
         try:
-            draft = self.path / "drafts" / f"manifest-{secrets.token_hex(8)}"
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                self._publish(draft, self.path / "manifests" / f"{digest}.json")
-            finally:
-                draft.unlink(missing_ok=True)
+            with self._in("drafts") as drafts:
+                draft = f"manifest-{secrets.token_hex(8)}"
+                fd = os.open(draft, _MAKE, 0o644, dir_fd=drafts)
+                try:
+                    try:
+                        done = 0
+                        while done < len(data):
+                            done += os.write(fd, memoryview(data)[done:])
+                        os.fsync(fd)
+                    finally:
+                        os.close(fd)
+                    self._publish(drafts, draft, "manifests", f"{digest}.json")
+                finally:
+                    with contextlib.suppress(OSError):  # a draft that stays behind harms nobody
+                        os.unlink(draft, dir_fd=drafts)
         except OSError as e:
             raise _not_durable(self, e) from e
 
     def get_manifest(self, digest: str) -> bytes | None:
-        path = self.path / "manifests" / f"{digest}.json"
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with self._in("manifests") as manifests:
+                fd = _open_plain(f"{digest}.json", manifests)
         except FileNotFoundError:
             return None
+        if fd < 0:
+            return b""
         with os.fdopen(fd, "rb") as file:
             return file.read(MAX_MANIFEST_BYTES + 1)  # more cannot verify, and is not read into memory (C7)
 
-    def _publish(self, draft: Path, final: Path) -> None:
-        try:
-            os.link(draft, final)
-        except FileExistsError:
-            # A bad copy must not pass for the one that was written (C1), nor be written over (C2).
-            if not _same(draft, final):
+    def _publish(self, drafts: int, draft: str, folder: str, final: str) -> None:
+        with self._in(folder) as place:
+            linked = False
+            try:
+                os.link(draft, final, src_dir_fd=drafts, dst_dir_fd=place, follow_symlinks=False)
+                linked = True
+            except FileExistsError:
+                # A bad copy must not pass for the one that was written (C1), nor be written over (C2).
+                if not _same(draft, drafts, final, place):
+                    raise
+            failpoint("after_publish")
+            try:
+                os.fsync(place)
+            except OSError:
+                if linked:
+                    with contextlib.suppress(OSError):
+                        os.unlink(final, dir_fd=place)
                 raise
-        failpoint("after_publish")
-        _sync_folder(final.parent)
 
     # keeping order
 
-    def _file(self, kind: str, name: str) -> Path:
-        return self._pack(name) if kind == "pack" else self.path / "manifests" / f"{name}.json"
-
     def set_aside(self, kind: str, name: str) -> None:
-        source = self._file(kind, name)
-        target = self.path / "aside" / f"{source.name}.{int(time.time())}-{secrets.token_hex(3)}"
-        with contextlib.suppress(FileNotFoundError):
-            source.rename(target)
-            _sync_folder(source.parent)
+        folder, file = _place(kind, name)
+        with contextlib.suppress(FileNotFoundError), self._in(folder) as source, self._in("aside") as aside:
+            target = f"{file}.{int(time.time())}-{secrets.token_hex(3)}"
+            os.rename(file, target, src_dir_fd=source, dst_dir_fd=aside)
+            os.fsync(source)
 
     def packs(self) -> Iterator[tuple[str, float, int]]:
-        for entry in os.scandir(self.path / "packs"):
-            if entry.name.endswith(".pack"):
-                info = entry.stat()
-                yield entry.name.removesuffix(".pack"), time.time() - info.st_mtime, info.st_size
+        for name, info in self._listed("packs"):
+            if name.endswith(".pack"):
+                yield name.removesuffix(".pack"), time.time() - info.st_mtime, info.st_size
 
     def manifests(self) -> Iterator[tuple[str, float]]:
-        for entry in os.scandir(self.path / "manifests"):
-            if entry.name.endswith(".json"):
-                yield entry.name.removesuffix(".json"), time.time() - entry.stat().st_mtime
+        for name, info in self._listed("manifests"):
+            if name.endswith(".json"):
+                yield name.removesuffix(".json"), time.time() - info.st_mtime
+
+    def _listed(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        with self._in(folder) as fd, os.scandir(fd) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    yield entry.name, entry.stat(follow_symlinks=False)
 
     def remove(self, kind: str, name: str) -> None:
-        self._file(kind, name).unlink(missing_ok=True)
+        folder, file = _place(kind, name)
+        with contextlib.suppress(FileNotFoundError), self._in(folder) as fd:
+            os.unlink(file, dir_fd=fd)
 
 
 class _Draft:
@@ -155,16 +213,21 @@ class _Draft:
 
     def __init__(self, replica: DirectoryReplica, size: int) -> None:
         self._replica = replica
-        self._path = replica.path / "drafts" / f"pack-{secrets.token_hex(8)}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._name = f"pack-{secrets.token_hex(8)}"
+        self._drafts = replica._open("drafts")
         try:
-            self._fd = os.open(self._path, flags | os.O_DIRECT, 0o644)
-            self._direct = True
-        except OSError as e:
-            if e.errno != errno.EINVAL:
-                raise
-            self._path.unlink(missing_ok=True)  # refused after it was created
-            self._fd, self._direct = os.open(self._path, flags, 0o644), False
+            try:
+                self._fd = os.open(self._name, _MAKE | os.O_DIRECT, 0o644, dir_fd=self._drafts)
+                self._direct = True
+            except OSError as e:
+                if e.errno != errno.EINVAL:
+                    raise
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._name, dir_fd=self._drafts)  # refused after it was created
+                self._fd, self._direct = os.open(self._name, _MAKE, 0o644, dir_fd=self._drafts), False
+        except BaseException:
+            os.close(self._drafts)
+            raise
         self._turning = threading.Lock()
         if size:
             with contextlib.suppress(OSError):  # a file system without it only writes more slowly
@@ -188,7 +251,7 @@ class _Draft:
             if not self._direct:
                 return
             try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+                fd = os.open(self._name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._drafts)
             except OSError as e:
                 raise _not_durable(self._replica, e) from e
             os.dup2(fd, self._fd, inheritable=False)
@@ -201,7 +264,7 @@ class _Draft:
             failpoint("after_chunk_write")
             os.fsync(self._fd)
             failpoint("after_chunk_fsync")
-            self._replica._publish(self._path, self._replica._pack(pack))
+            self._replica._publish(self._drafts, self._name, "packs", f"{pack}.pack")
         except OSError as e:
             raise _not_durable(self._replica, e) from e
         finally:
@@ -213,28 +276,28 @@ class _Draft:
             with contextlib.suppress(OSError):  # a draft that stays behind harms nobody
                 os.close(fd)
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                os.unlink(self._name, dir_fd=self._drafts)
+            os.close(self._drafts)
 
 
-def _read(path: Path, flags: int, at: int, into: memoryview) -> int | None:
-    """How much of it there was; None for a file that is not there."""
+def _read_directly(fd: int, at: int, into: memoryview) -> int:
+    """How much was read. Nothing, where the file system or the memory's address does not allow it."""
     if not into.nbytes:
         return 0
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    done = 0
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
-    except FileNotFoundError:
-        return None
-    try:
-        done = 0
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         while done < into.nbytes:
             got = os.preadv(fd, [into[done:]], at + done)
-            if got == 0 or (flags and (done + got) % ALIGN):
-                done += got
-                break
             done += got
-        return done
-    finally:
-        os.close(fd)
+            if got == 0 or done % ALIGN:
+                break
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return done
 
 
 def _make_folder(folder: Path) -> None:
@@ -247,10 +310,41 @@ def _make_folder(folder: Path) -> None:
     _sync_folder(folder.parent)
 
 
-def _same(one: Path, other: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return filecmp.cmp(one, other, shallow=False)
-    return False
+def _place(kind: str, name: str) -> tuple[str, str]:
+    return ("packs", f"{name}.pack") if kind == "pack" else ("manifests", f"{name}.json")
+
+
+def _open_plain(name: str, folder: int) -> int:
+    """To read. -1: there is something under the name that is no plain file, a link for one, and no copy of anything."""
+    try:
+        fd = os.open(name, _READ, dir_fd=folder)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
+            return -1
+        raise
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    return -1
+
+
+def _same(one: str, in_one: int, other: str, in_other: int) -> bool:
+    with contextlib.ExitStack() as open_files:
+        files = []
+        for name, folder in ((one, in_one), (other, in_other)):
+            try:
+                fd = _open_plain(name, folder)
+            except FileNotFoundError:
+                return False
+            if fd < 0:
+                return False
+            files.append(open_files.enter_context(os.fdopen(fd, "rb")))
+        while True:
+            parts = [file.read(1 << 20) for file in files]
+            if parts[0] != parts[1]:
+                return False
+            if not parts[0]:
+                return True
 
 
 def _sync_folder(folder: Path) -> None:

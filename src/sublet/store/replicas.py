@@ -216,20 +216,24 @@ class Replicas:
             for replica in self.replicas
         ]
 
-    def spread_manifest(self, data: bytes, health: Health) -> None:
-        """Every replica gets it. A copy that does not verify is set aside first."""
-        name = digest(data)
+    def spread_manifest(self, name: str, health: Health) -> None:
+        """Every replica gets it, byte by byte as its digest has it. A copy that does not verify is set aside."""
+        data: bytes | None = None
+        wanting: list[Replica] = []
         for replica in self.replicas:
             try:
                 found = replica.get_manifest(name)
             except OSError:
                 health.unreachable.append(replica.name)
                 continue
-            if found is not None and digest(found) != name:
+            if found is not None and digest(found) == name:
+                data = found
+                continue
+            if found is not None:
                 self._set_aside(replica, "manifest", name, health)
-                found = None
-            if found is None:
-                self._repair_manifest(replica, name, data, health)
+            wanting.append(replica)
+        for replica in wanting if data is not None else ():
+            self._repair_manifest(replica, name, data or b"", health)
 
     def _gather(self, chunks: Sequence[ChunkEntry], health: Health) -> tuple[memoryview, list[ChunkEntry]]:
         """From whatever good copies of its chunks there are; those that have none are left out. A pack some of whose chunks no

@@ -285,6 +285,7 @@ class _Putter:
         self._storage = storage
         self._made: dict[int, Any] = {}
         self._torch_storages: dict[int, Any] = {}
+        self._taken: set[int] = set()  # storages that became bytes
 
     def decode(self, value: Any, depth: int) -> Any:
         if depth > 2 * MAX_DEPTH + 4:
@@ -310,7 +311,10 @@ class _Putter:
         if mark == "$text":
             return bytes.fromhex(body).decode("utf-8", "surrogatepass")
         if mark in ("$bytes", "$bytearray"):
-            data = bytes(self._storage(_index(body)))
+            if _index(body) in self._taken:  # a few letters each would fill any memory with copies
+                raise Damaged("the checkpoint's tree has the same bytes twice")
+            self._taken.add(body)
+            data = bytes(self._storage(body))
             return data if mark == "$bytes" else bytearray(data)
         if mark in ("$dict", "$ordered"):
             made = OrderedDict() if mark == "$ordered" else {}
@@ -360,8 +364,9 @@ class _Putter:
 
     def _torch_tensor(self, entry: TensorEntry) -> Any:
         torch: Any = import_module("torch")
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        dtype = vars(torch).get(entry.dtype)  # not getattr: torch imports modules by that
+        # Quantized types want a scale that is nowhere here; torch gives a tensor that fails when it is touched.
+        if not isinstance(dtype, torch.dtype) or entry.dtype.startswith("q"):
             raise Damaged(
                 f"the checkpoint has a tensor of type {entry.dtype[:40]!r}, which this torch does not know"
             )
