@@ -22,7 +22,7 @@ $(VENV)/.dev: $(VENV)/.base
 	@command -v gcc >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq gcc libc6-dev >/dev/null; } \
 	  || echo "no gcc: the tests of the CUDA driver cannot build their shim"
 	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq strace >/dev/null; } \
-	  || echo "no strace: the tests that kill a save at each system call cannot run"
+	  || echo "no strace: the tests that kill at a system call cannot run"
 	@$(PIP) -e '.[dev]'
 	@command -v npm >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq nodejs npm >/dev/null; } \
 	  || echo "no npm: the tests of Azure's protocol have no server"
@@ -56,6 +56,9 @@ proof: $(VENV)/.dev ## the long storms
 	@SUBLET_CRASH_STATES=$${SUBLET_CRASH_STATES:-5000} SUBLET_KILLS=$${SUBLET_KILLS:-all} SUBLET_DAMAGES=$${SUBLET_DAMAGES:-10000} \
 	  SUBLET_MANIFESTS=$${SUBLET_MANIFESTS:-10000} SUBLET_RACES=$${SUBLET_RACES:-300} $(BIN)/pytest -s tests/store/test_power_loss.py \
 	  tests/store/test_killed_at_a_call.py tests/store/test_replicas.py tests/store/test_hostile_manifests.py tests/store/test_races.py
+	@SUBLET_BLOCK_FLIPS=$${SUBLET_BLOCK_FLIPS:-10000} SUBLET_BLOCK_CRASHES=$${SUBLET_BLOCK_CRASHES:-8000} \
+	  SUBLET_CODEC_MUTATIONS=$${SUBLET_CODEC_MUTATIONS:-10000} SUBLET_BLOCK_SYSCALLS=$${SUBLET_BLOCK_SYSCALLS:-1000} \
+	  $(BIN)/pytest --timeout 900 tests/store/test_regions.py tests/store/test_codec.py tests/runtime/test_durable.py
 
 bench: $(VENV)/.bench ## ratios against peers, in one run; ONLY=leases for one part
 	@if [ "$$(id -u)" = 0 ] && ! { command -v etcd && command -v redis-server; } >/dev/null; then \

@@ -13,6 +13,9 @@ __version__ = "0.1.0"
 _HOME = {
     "gpu": "sublet.borrowing",
     "on_gpu": "sublet.borrowing",
+    "block": "sublet.keeping",
+    "Durable": "sublet.keeping",
+    "Block": "sublet.runtime.block",
     "checkpoints": "sublet.wiring",
     "ReplicaPolicy": "sublet.core.checkpoint",
     "Lease": "sublet.runtime.holding",
@@ -21,6 +24,8 @@ _HOME = {
     **dict.fromkeys(
         [
             "BadInput",
+            "BlockHeld",
+            "BlockTooSmall",
             "CallFailed",
             "Damaged",
             "Disconnected",
@@ -38,6 +43,7 @@ _HOME = {
             "NoCapacity",
             "NotDurable",
             "NotFound",
+            "NothingSaved",
             "QuorumNotReached",
             "QuotaReached",
             "Refused",
@@ -59,14 +65,19 @@ if TYPE_CHECKING:
     from sublet.core.errors import *  # noqa: F403
     from sublet.core.kernel import f32, f64, i32, i64, u32, u64
     from sublet.core.notice import Notice
+    from sublet.keeping import Durable, block
+    from sublet.runtime.block import Block
     from sublet.runtime.holding import Lease
     from sublet.wiring import checkpoints
 
 __all__ = [
+    "Block",
+    "Durable",
     "Lease",
     "Notice",
     "ReplicaPolicy",
     "__version__",
+    "block",
     "checkpoints",
     "f32",
     "f64",

@@ -36,6 +36,10 @@ NAMES = frozenset(
         "between_replicas",
         "before_manifest",
         "after_quorum",
+        "after_slot_write",
+        "after_slot_fsync",
+        "before_region_link",
+        "after_region_link",
     ]
 )
 

@@ -43,7 +43,9 @@ from sublet.runtime.warden import Warden
 from sublet.settings import Settings, load_settings
 
 if TYPE_CHECKING:
+    from sublet.runtime.block_keeper import BlockKeeper
     from sublet.store.checkpoints import CheckpointStore
+    from sublet.store.regions import DirectoryRegions
 
 CLOCK = HostClock()
 WARDEN_IDLE_EXIT_US = 60_000_000
@@ -53,6 +55,7 @@ SCRUB_SECONDS = 60
 _lock = threading.Lock()
 _ledgers: dict[str, Ledger] = {}
 _keepers: dict[str, Keeper] = {}
+_block_keepers: list[BlockKeeper] = []
 
 
 # --- parts ---------------------------------------------------------------------------------------------------
@@ -157,6 +160,23 @@ def _arenas_name(settings: Settings) -> str:
 def hold_arenas(settings: Settings, log: Callable[[str], None]) -> ArenaHolder:
     """The memory tier, for as long as a warden serves."""
     return ArenaHolder(settings.home / "run", _arenas_name(settings), log=log)
+
+
+def regions(settings: Settings) -> DirectoryRegions:
+    """Where block leases lie. Imported late: most programs never need one."""
+    from sublet.store.regions import DirectoryRegions
+
+    return DirectoryRegions(settings.home / "blocks")
+
+
+def block_keeper(settings: Settings) -> BlockKeeper:
+    """The process's, for all its ledgers: a block knows its own."""
+    from sublet.runtime.block_keeper import BlockKeeper
+
+    with _lock:
+        if not _block_keepers or _block_keepers[-1].pid != os.getpid():
+            _block_keepers.append(BlockKeeper(CLOCK))
+        return _block_keepers[-1]
 
 
 def processes(settings: Settings) -> HostProcesses:

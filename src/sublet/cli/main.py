@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "revoke": ("operate", "Take a lease back, with a reason and a grace."),
     "quarantine": ("operate", "Devices withheld after a teardown that was not proven."),
     "checkpoint": ("checkpoint", "Saved states: list them, look into them, verify and repair their copies."),
+    "block": ("block", "Block leases: durable values by locator; list, look into, remove, sweep."),
     "tenant": ("tenant", "Who may lease: add, list, change, remove."),
     "quota": ("tenant", "What a tenant may hold and what it has used."),
     "journal": ("journal", "Every decision, hash-chained: follow it, verify it, seal it."),

@@ -141,10 +141,7 @@ class Manifest:
             "packs": packs,
             "chunks": [[c.span.offset, c.span.size, c.digest, index[c.pack], c.at] for c in self.chunks],
             "storages": [[s.offset, s.size] for s in self.storages],
-            "tensors": [
-                [t.framework, t.dtype, t.shape, t.stride, t.offset, t.storage, int(t.grad)]
-                for t in self.tensors
-            ],
+            "tensors": tensor_rows(self.tensors),
             "tree": self.tree,
         }
         return json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
@@ -256,7 +253,7 @@ def _read(body: Any) -> Manifest:
         epoch=_number(body["epoch"], 1 << 62),
         attempt=_text(body["attempt"]),
         tree=body["tree"],
-        tensors=tuple(_tensor(t, len(storages)) for t in _list(body["tensors"])),
+        tensors=read_tensors(body["tensors"], len(storages)),
         storages=tuple(storages),
         chunks=tuple(chunks),
         size=size,
@@ -280,6 +277,16 @@ def _check_covered(storages: Sequence[Span], chunks: Sequence[ChunkEntry]) -> No
             at += 1
         if at == len(runs) or not (runs[at][0] <= span.offset and span.end <= runs[at][1]):
             raise Damaged("the manifest has a storage that no chunk holds")
+
+
+def tensor_rows(tensors: Sequence[TensorEntry]) -> list[Any]:
+    """As they are stored."""
+    return [[t.framework, t.dtype, t.shape, t.stride, t.offset, t.storage, int(t.grad)] for t in tensors]
+
+
+def read_tensors(rows: Any, storages: int) -> tuple[TensorEntry, ...]:
+    """And back, each checked: `Damaged`, or one of the errors `read_manifest` turns into it."""
+    return tuple(_tensor(t, storages) for t in _list(rows))
 
 
 def _tensor(row: Any, storages: int) -> TensorEntry:

@@ -44,6 +44,13 @@ class NotFound(BadInput):
     remedy = "list what exists with 'sublet ps', 'sublet gpus' or 'sublet tenant ls'"
 
 
+class NothingSaved(NotFound):
+    """Nothing was checkpointed there yet; nothing was changed."""
+
+    code = "nothing_saved"
+    remedy = "make a value and checkpoint it first: sublet.Durable(value, block).checkpoint()"
+
+
 class CallFailed(BadInput):
     """The function raised an exception in the leased worker that cannot be sent back as it was; the worker is still usable."""
 
@@ -116,6 +123,13 @@ class WaitTimedOut(Refused):
 
     code = "wait_timed_out"
     remedy = "wait longer, ask for less, or use a higher tier"
+
+
+class BlockHeld(Refused):
+    """Somebody holds this block; nothing was changed."""
+
+    code = "block_held"
+    remedy = "wait until its lease is over, or end the process that holds it"
 
 
 class LeaseLost(SubletError):
@@ -213,6 +227,13 @@ class Damaged(NotDurable):
 
     code = "damaged"
     remedy = "bring a replica that has a copy back, or load an older version: 'sublet checkpoint ls'"
+
+
+class BlockTooSmall(NotDurable):
+    """The value does not fit the block; the checkpoint before is untouched."""
+
+    code = "block_too_small"
+    remedy = "take a block of so many blocks with sublet.block(blocks=...), and checkpoint there"
 
 
 class DeviceFault(SubletError):

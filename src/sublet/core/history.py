@@ -163,7 +163,34 @@ def _settled(replay: _Replay, entry: Entry, body: Body) -> None:
     replay.clear(entry.subject)
 
 
+# --- blocks --------------------------------------------------------------------------------------------------
+
+
+def _block_granted(replay: _Replay, entry: Entry, body: Body) -> None:
+    epoch = _int(body, "epoch")
+    if epoch <= replay.last_epoch:
+        replay.blame(entry, "L1", f"epoch {epoch} granted after epoch {replay.last_epoch}")
+    replay.last_epoch = max(replay.last_epoch, epoch)
+    told = replay.leases.get(entry.subject)
+    if told is not None and not told.ended:
+        replay.blame(entry, "L2", f"attached while epoch {told.epoch} held it")
+    replay.leases[entry.subject] = _Told(
+        epoch=epoch, ttl_us=_int(body, "ttl_us"), expires_at=_int(body, "expires_at")
+    )
+
+
+def _block_checkpointed(replay: _Replay, entry: Entry, body: Body) -> None:
+    told = replay.leases.get(entry.subject)
+    if told is None or told.ended or told.epoch != _int(body, "epoch") or entry.at >= told.expires_at:
+        replay.blame(entry, "S2", f"checkpointed by epoch {_int(body, 'epoch')}, which did not hold it")
+
+
 _STEPS = {
+    "block.granted": _block_granted,
+    "block.attached": _block_granted,
+    "block.renewed": _renewed,
+    "block.checkpointed": _block_checkpointed,
+    "block.ended": _ended,
     "lease.granted": _granted,
     "lease.offered": _offered,
     "lease.offer_withdrawn": _withdrawn,

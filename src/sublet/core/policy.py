@@ -30,6 +30,7 @@ class Policy:
     half_life_us: int = DAY_US  # use of a day ago weighs half
     waitlist_max: int = 10_000
     tenant_waiting_max: int = 100
+    tenant_blocks_max: int = 1 << 24  # of 4 KiB, in all of a tenant's block leases: 64 GiB; 0 is no limit
     host_silence_us: int = 30 * SECOND_US  # a host whose warden is silent this long has lost its devices
 
     def __post_init__(self) -> None:

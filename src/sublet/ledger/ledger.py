@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from sublet.core import meter
 from sublet.core.admission import Wait, in_order, why_waiting
+from sublet.core.block import BlockRequest, check_locator, check_times
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved, check_key
 from sublet.core.errors import BadInput, SubletError
@@ -22,13 +23,26 @@ from sublet.core.meter import Usage
 from sublet.core.policy import Policy
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, check_name
-from sublet.ledger import devices, journal, leases, progress, receipts, restored, tenants, ticking, waitlist
+from sublet.ledger import (
+    blocks,
+    devices,
+    journal,
+    leases,
+    progress,
+    receipts,
+    restored,
+    tenants,
+    ticking,
+    waitlist,
+)
 from sublet.ledger.credentials import unknown
 from sublet.ledger.rows import SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, policy_of, write_main
 from sublet.ports.bell import Bell
 from sublet.ports.ledger import (
     Answer,
+    BlockAnswer,
+    BlockRecord,
     FoundDevice,
     HostView,
     LeaseKey,
@@ -232,6 +246,75 @@ class SqlLedger:
 
     def effect(self, key: str) -> Effect | None:
         return self.engine.read(lambda tx: progress.load_effect(tx, key))
+
+    # block leases
+
+    def grant_block(self, block_id: str, secret: str, request: BlockRequest, holder: Holder) -> BlockAnswer:
+        check_locator(block_id)
+        check_name(request.tenant, what="tenant")
+        check_name(holder.host, what="host")
+        return self._write(lambda tx: blocks.grant(tx, block_id, secret, request, holder), durable=True)  # type: ignore[no-any-return]
+
+    def attach_block(
+        self,
+        block_id: str,
+        secret: str,
+        tenant: str,
+        holder: Holder,
+        *,
+        ttl_us: int | None = None,
+        keep_us: int | None = None,
+        dead_epoch: int = 0,
+    ) -> BlockAnswer:
+        check_locator(block_id)
+        check_name(holder.host, what="host")
+        check_times(ttl_us, keep_us)
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: blocks.attach(tx, block_id, secret, tenant, holder, ttl_us, keep_us, dead_epoch),
+            durable=True,
+        )
+
+    def renew_block(self, key: LeaseKey, *, patience_us: int | None = None) -> BlockAnswer:
+        return self._write(lambda tx: blocks.renew(tx, key), durable=False, patience_us=patience_us)  # type: ignore[no-any-return]
+
+    def check_block(self, key: LeaseKey) -> BlockAnswer:
+        return self._write(lambda tx: blocks.check(tx, key), durable=False)  # type: ignore[no-any-return]
+
+    def record_block(self, key: LeaseKey, done: BlockRecord) -> BlockAnswer:
+        return self._write(lambda tx: blocks.record(tx, key, done), durable=True)  # type: ignore[no-any-return]
+
+    def release_block(self, block_id: str, secret: str, *, patience_us: int | None = None) -> bool:
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: blocks.release(tx, block_id, secret), durable=False, patience_us=patience_us
+        )
+
+    def remove_block(
+        self,
+        block_id: str,
+        tenant: str,
+        holder: Holder,
+        *,
+        actor: str,
+        secret: str = "",
+        dead_epoch: int = 0,
+    ) -> bool:
+        check_locator(block_id)
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: blocks.remove(tx, block_id, tenant, holder, secret, dead_epoch, actor), durable=True
+        )
+
+    def sweep_blocks(self) -> list[str]:
+        return self.engine.write(blocks.sweep, durable=True)
+
+    def look_block(self, block_id: str, tenant: str) -> BlockAnswer:
+        check_locator(block_id)
+        return _raised(self.engine.read(lambda tx: blocks.look(tx, block_id, tenant)))
+
+    def blocks(self, *, tenant: str = "", gone: bool = False, limit: int = 1000) -> list[BlockAnswer]:
+        return self.engine.read(lambda tx: blocks.list_blocks(tx, tenant=tenant, gone=gone, limit=limit))
+
+    def removed_blocks(self, block_ids: Sequence[str]) -> set[str]:
+        return self.engine.read(lambda tx: blocks.removed(tx, list(block_ids)))
 
     # journal, meter, policy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from sublet.core.lease import EndReason
-from sublet.ledger import leases
+from sublet.ledger import blocks, leases
 from sublet.ledger.rows import SELECT_LEASE
 from sublet.ledger.tx import Tx, write_main
 
@@ -30,6 +30,7 @@ def mark_restored(tx: Tx, actor: str) -> int:
             then_hand_out=False,
         )
         ended += 1
+    ended += blocks.end_all(tx, "the ledger was restored from a backup")
     pool.epoch += EPOCH_GAP
     pool.dirty = True
     incarnation = secrets.token_hex(8)

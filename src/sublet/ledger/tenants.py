@@ -72,6 +72,12 @@ def remove_tenant(tx: Tx, name: str, actor: str) -> SubletError | None:
             f"tenant {name} still holds {tenant.live_leases} lease(s) and waits for {tenant.waiting}",
             remedy="revoke or release them first; 'sublet ps' lists them",
         )
+    kept = tx.row("SELECT count(*) FROM block WHERE tenant = ? AND state <> 'gone'", name)
+    if kept is not None and kept[0]:
+        return BadInput(
+            f"tenant {name} still has {kept[0]} block(s)",
+            remedy="remove them first: 'sublet block ls' and 'sublet block rm'",
+        )
     tx.run("DELETE FROM tenant WHERE name = ?", name)
     write_main(tx, "tenant.removed", name, name, {"by": actor})
     return None

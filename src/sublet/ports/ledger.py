@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sublet.core.admission import Wait
+from sublet.core.block import Block, BlockRequest
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
 from sublet.core.errors import SubletError
@@ -81,6 +82,23 @@ class Teardown:
     at: int
     devices: tuple[str, ...]
     receipt: Receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockAnswer:
+    """A block lease as it stands now."""
+
+    block: Block
+    at: int  # the ledger's clock when it answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRecord:
+    """A checkpoint that lies durably in one of the block's slots."""
+
+    sequence: int
+    digest: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +206,58 @@ class Ledger(Protocol):
         """For listings and sweeps: every job that committed, by name."""
 
     def effect(self, key: str) -> Effect | None: ...
+
+    # block leases: called by the block's holder; the id in its key is the block's
+    def grant_block(self, block_id: str, secret: str, request: BlockRequest, holder: Holder) -> BlockAnswer:
+        """A new block. Repeating it with the same id and secret returns what the first call did."""
+
+    def attach_block(
+        self,
+        block_id: str,
+        secret: str,
+        tenant: str,
+        holder: Holder,
+        *,
+        ttl_us: int | None = None,
+        keep_us: int | None = None,
+        dead_epoch: int = 0,
+    ) -> BlockAnswer:
+        """Take over an old one with a higher epoch, or `BlockHeld`. `dead_epoch`: the caller saw that epoch's holder to be gone."""
+
+    def renew_block(self, key: LeaseKey, *, patience_us: int | None = None) -> BlockAnswer:
+        """Extend by the ttl, or raise why not."""
+
+    def check_block(self, key: LeaseKey) -> BlockAnswer:
+        """Called before a slot is written: raise unless a write would count now; which checkpoint is recorded."""
+
+    def record_block(self, key: LeaseKey, done: BlockRecord) -> BlockAnswer:
+        """Called when a slot is durable: from here on it is the block's value (C6)."""
+
+    def release_block(self, block_id: str, secret: str, *, patience_us: int | None = None) -> bool:
+        """End the lease and keep the content. False when it was over already."""
+
+    # block leases: called by holders, listings and sweeps
+    def remove_block(
+        self,
+        block_id: str,
+        tenant: str,
+        holder: Holder,
+        *,
+        actor: str,
+        secret: str = "",
+        dead_epoch: int = 0,
+    ) -> bool:
+        """Give up the content, unless somebody else holds it. False when it was removed already."""
+
+    def sweep_blocks(self) -> list[str]:
+        """Remove what was kept long enough; which. The caller deletes the files afterwards."""
+
+    def look_block(self, block_id: str, tenant: str) -> BlockAnswer: ...
+    def blocks(self, *, tenant: str = "", gone: bool = False, limit: int = 1000) -> list[BlockAnswer]:
+        """For listings, newest first."""
+
+    def removed_blocks(self, block_ids: Sequence[str]) -> set[str]:
+        """Which of these were removed, so that their files may be deleted."""
 
     # journal, meter, policy: called by listings, audits and operators
     def verify(self) -> Verification:
