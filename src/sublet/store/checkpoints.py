@@ -423,6 +423,7 @@ class CheckpointStore:
 
         def differs(number: int) -> bool:
             chunk = manifest.chunks[number]
+            slot.arena.populate(chunk.span)  # mapped at once: page by page costs more than hashing it
             return digest(slot.arena.view[chunk.span.offset : chunk.span.end]) != chunk.digest
 
         with ThreadPoolExecutor(READERS) as pool:
