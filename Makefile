@@ -59,6 +59,8 @@ proof: $(VENV)/.dev ## the long storms
 	@SUBLET_BLOCK_FLIPS=$${SUBLET_BLOCK_FLIPS:-10000} SUBLET_BLOCK_CRASHES=$${SUBLET_BLOCK_CRASHES:-8000} \
 	  SUBLET_CODEC_MUTATIONS=$${SUBLET_CODEC_MUTATIONS:-10000} SUBLET_BLOCK_SYSCALLS=$${SUBLET_BLOCK_SYSCALLS:-1000} \
 	  $(BIN)/pytest --timeout 900 tests/store/test_regions.py tests/store/test_codec.py tests/runtime/test_durable.py
+	@SUBLET_SWEEP_EXAMPLES=$${SUBLET_SWEEP_EXAMPLES:-400} SUBLET_SWEEP_STORM_SECONDS=$${SUBLET_SWEEP_STORM_SECONDS:-120} \
+	  $(BIN)/pytest -s --timeout 900 tests/store/test_sweep.py
 
 bench: $(VENV)/.bench ## ratios against peers, in one run; ONLY=leases for one part
 	@if [ "$$(id -u)" = 0 ] && ! { command -v etcd && command -v redis-server; } >/dev/null; then \

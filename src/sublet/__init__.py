@@ -18,6 +18,7 @@ _HOME = {
     "Block": "sublet.runtime.block",
     "checkpoints": "sublet.wiring",
     "ReplicaPolicy": "sublet.core.checkpoint",
+    "Retention": "sublet.core.retention",
     "Lease": "sublet.runtime.holding",
     "Notice": "sublet.core.notice",
     **dict.fromkeys(("u32", "u64", "i32", "i64", "f32", "f64"), "sublet.core.kernel"),
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from sublet.core.errors import *  # noqa: F403
     from sublet.core.kernel import f32, f64, i32, i64, u32, u64
     from sublet.core.notice import Notice
+    from sublet.core.retention import Retention
     from sublet.keeping import Durable, block
     from sublet.runtime.block import Block
     from sublet.runtime.holding import Lease
@@ -76,6 +78,7 @@ __all__ = [
     "Lease",
     "Notice",
     "ReplicaPolicy",
+    "Retention",
     "__version__",
     "block",
     "checkpoints",

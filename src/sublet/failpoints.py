@@ -40,6 +40,10 @@ NAMES = frozenset(
         "after_slot_fsync",
         "before_region_link",
         "after_region_link",
+        "adopt_before_head",
+        "sweep_after_mark",
+        "sweep_before_delete",
+        "sweep_between_deletes",
     ]
 )
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -356,6 +357,89 @@ def test_checkpoints_from_the_command_line(home: Home, tmp_path: Path) -> None:
     assert "good copy of everything" in sublet(home, "checkpoint", "repair", "m", **store).stdout
     missing = sublet(home, "checkpoint", "show", "nothing", **store)
     assert (missing.returncode, "nothing was saved as nothing" in missing.stderr) == (2, True)
+
+
+SAVE = """
+import numpy, sublet
+with sublet.gpu(vram='1GiB', ttl='1m') as lease, sublet.checkpoints() as store:
+    for n in range(5):
+        store.save('m', {'w': numpy.full(1 << 20, 7, 'u1'), 'n': numpy.full(3, n + 1)}, expected_version=n, lease=lease)
+"""
+
+
+def test_old_checkpoints_from_the_command_line(home: Home, tmp_path: Path) -> None:
+    """Tagged, rolled back, forked, thinned out, swept, scrubbed; each says what it did, and a dry run does nothing."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    store = {"SUBLET_STORE": ",".join(f"dir:{p}@{p.name}" for p in places)}
+
+    def run(*args: str, code: int = 0) -> Any:
+        done = sublet(home, "checkpoint", *args, "--json", **store)
+        assert done.returncode == code, done.stderr
+        return json.loads(done.stdout)
+
+    def said(*args: str, code: int = 0) -> str:
+        done = sublet(home, "checkpoint", *args, **store)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    subprocess.run([sys.executable, "-c", SAVE], env=home.environment | store, check=True)
+    assert run("tag", "m", "1", "first")["tags"] == {"first": 1}
+    assert "version 2 is kept as second" in said("tag", "m", "2", "second")
+    assert "nothing was changed" in said("tag", "m", "1", "second", "--remove", code=2)
+    assert "no tag second" in said("tag", "m", "2", "second", "--remove")
+    shown = run("show", "m", "--version", "first")
+    assert (shown["version"], shown["tags"], shown["versions"]) == (1, ["first"], [5, 4, 3, 2, 1])
+    assert [(r["packs"], r["manifest"]) for r in shown["replicas"]] == [(1, True)] * 2
+    assert shown["bytes_new"] == shown["bytes"]
+    newest = run("show", "m")
+    assert newest["bytes"] > 1 << 20 > 1000 > newest["bytes_new"] > 0
+    assert all(0 <= h["age_us"] < 10**9 for h in newest["history"])
+    words = said("show", "m")
+    for expected in ("version 5, step 5", newest["digest"], "first", "all 2 packs", "shared", "u1"):
+        assert expected in words
+    (places[0] / "packs" / f"{shown['packs'][0]}.pack").unlink()
+    assert "1 of 2 packs" in said("show", "m")
+    # Scrub: found, then mended.
+    assert "1 not good" in said("scrub", code=74)
+    assert [c["state"] for c in run("scrub", "--repair", "--rate", "1GB")["found"]] == ["missing"]
+    assert "0 not good" in said("scrub", "m")
+    # Rollback and fork.
+    planned = run("rollback", "m", "2", "--dry-run")
+    assert (planned["version"], planned["source"]) == (6, 2)
+    assert run("show", "m")["version"] == 5
+    assert "run again" in said("rollback", "m", "2")
+    assert run("rollback", "m", "first")["version"] == 7
+    assert (run("show", "m")["step"], run("fork", "m", "n", "--version", "4")["source"]) == (1, 4)
+    assert "begins with version 7" in said("fork", "m", "o")
+    assert "already" in said("fork", "m", "o", code=73)
+    # Sweep.
+    assert "12h" in said("sweep", "--older-than", "1h", code=2)
+    everything = [p.name for place in places for p in place.glob("*/*")]
+    plan = run("sweep", "--keep-last", "2", "--older-than", "0s", "--nobody-is-saving", "--dry-run")
+    assert [v["version"] for v in plan["versions"]["m"] if v["keep"]] == [7, 6, 1]
+    assert [p.name for place in places for p in place.glob("*/*")] == everything
+    assert "nothing to delete" in said("sweep")
+    words = said("sweep", "m", "--keep-last", "2", "--older-than", "0s", "--nobody-is-saving")
+    assert "no rule keeps it" in words
+    assert f"deleted on dir:{places[0]}" in words
+    assert run("show", "m")["versions"] == [7, 6, 1]
+    assert run("show", "n")["step"] == 4
+    assert said("verify", "n")
+    assert sublet(home, "journal", "verify").returncode == 0
+    # The ledger is lost; the replicas are not.
+    for path in Path(home.environment["SUBLET_HOME"]).glob("*.db*"):
+        path.rename(path.with_name(path.name + ".lost"))
+    sublet(home, "gpus")
+    assert "another ledger" in said("sweep", code=78)
+    assert "--take-over" in said("rebuild", code=78)
+    plan = run("rebuild", "--take-over", "--dry-run")
+    assert {j["name"]: j["version"] for j in plan["jobs"]} == {"m": 7, "n": 1, "o": 1}
+    assert "nothing was committed" in said("ls")
+    words = said("rebuild", "--take-over")
+    assert "may have been saved and not committed" in words
+    assert run("show", "m")["versions"] == [7, 6, 1]
+    assert run("rebuild")["jobs"][0]["action"] == "as it was"
+    assert run("sweep", "--older-than", "0s", "--nobody-is-saving")["removed"] == []
 
 
 def test_receipts_are_listed(home: Home) -> None:

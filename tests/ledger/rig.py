@@ -22,7 +22,20 @@ from sublet.ports.ledger import Answer, FoundDevice, LeaseKey
 from sublet.testing.clock import VirtualClock
 
 ENGINES = ["sqlite", "postgres"]
-TABLES = ["meta", "pool", "tenant", "host", "device", "lease", "slice", "head", "effect", "block", "journal"]
+TABLES = [
+    "meta",
+    "pool",
+    "tenant",
+    "host",
+    "device",
+    "lease",
+    "slice",
+    "head",
+    "kept_version",
+    "effect",
+    "block",
+    "journal",
+]
 SECOND = 1_000_000
 MINUTE = 60 * SECOND
 HERE = "node-a"

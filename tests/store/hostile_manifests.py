@@ -271,7 +271,7 @@ class Watch:
 
     def __init__(self, shelf: Shelf) -> None:
         self.on = False
-        self.allowed = {str(f) for f in shelf.folders}
+        self.allowed = {str(f) for f in shelf.folders} | {".", "owner.json"}  # below an open root
         self.ledger = shelf.rig.url.removeprefix("sqlite:")
         self.seen: list[str] = []
         sys.addaudithook(self._hook)

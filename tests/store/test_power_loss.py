@@ -238,8 +238,8 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     "a manifest is published before its sync": [
         ("                        os.fsync(fd)\n", ""),
         (
-            '                    self._publish(drafts, draft, "manifests", f"{digest}.json")\n',
-            '                    self._publish(drafts, draft, "manifests", f"{digest}.json")\n'
+            '                    self._publish(drafts, draft, *self._place("manifest", digest))\n',
+            '                    self._publish(drafts, draft, *self._place("manifest", digest))\n'
             "                    fd2 = os.open(draft, os.O_RDONLY, dir_fd=drafts); os.fsync(fd2); os.close(fd2)\n",
         ),
     ],

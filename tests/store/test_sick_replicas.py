@@ -81,8 +81,7 @@ def full(folder: Path) -> Iterator[None]:
     try:
         _mount("-t", "tmpfs", "-o", f"size={used + (1 << 20)}", "none", str(folder))
         try:
-            for part in kept.iterdir():
-                shutil.copytree(part, folder / part.name)
+            shutil.copytree(kept, folder, dirs_exist_ok=True)
             yield
             shutil.rmtree(kept)
             shutil.copytree(folder, kept)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from sublet.cli import checkpoint_upkeep
+from sublet.cli.checkpoint_show import show
 from sublet.cli.output import json_option, print_json, print_table
 from sublet.core.checkpoint import Manifest
 from sublet.core.effect import Head
@@ -17,6 +19,11 @@ from sublet.wiring import checkpoints, open_ledger
 @click.group()
 def checkpoint() -> None:
     """Saved states: list them, look into them, verify and repair their copies."""
+
+
+checkpoint.add_command(show)
+for _command in checkpoint_upkeep.COMMANDS:
+    checkpoint.add_command(_command)
 
 
 @checkpoint.command("ls", epilog="Example:  sublet checkpoint ls --json")
@@ -63,62 +70,6 @@ def ls(as_json: bool) -> None:
         ],
         empty="nothing was committed yet",
     )
-
-
-@checkpoint.command("show", epilog="Example:  sublet checkpoint show spot-resnet --version 3")
-@click.argument("name")
-@click.option("--version", type=int, default=None, help="An older one; the newest without it.")
-@click.option("--limit", default=40, show_default=True, help="The most tensors to list.")
-@json_option
-def show(name: str, version: int | None, limit: int, as_json: bool) -> None:
-    """What is in one: tensors, what is new in it, its history."""
-    store = checkpoints()
-    manifest = store.manifest(name, version)
-    history = list(store.history(name))
-    parent = next((m for m in history if m.version < manifest.version), None)
-    known = {c.digest for c in parent.chunks} if parent else set()
-    new = sum(c.span.size for c in manifest.chunks if c.digest not in known)
-    tensors = [(path, manifest.tensors[number]) for path, number in manifest.tensor_paths()]
-    if as_json:
-        print_json(
-            {
-                "name": manifest.name,
-                "version": manifest.version,
-                "step": manifest.step,
-                "schema": manifest.schema,
-                "epoch": manifest.epoch,
-                "bytes": manifest.bytes,
-                "bytes_new": new,
-                "chunks": len(manifest.chunks),
-                "packs": list(manifest.packs),
-                "versions": [m.version for m in history],
-                "tensors": [
-                    {
-                        "path": path,
-                        "dtype": t.dtype,
-                        "shape": list(t.shape),
-                        "bytes": manifest.storages[t.storage].size,
-                    }
-                    for path, t in tensors
-                ],
-            }
-        )
-        return
-    click.echo(
-        f"{manifest.name} version {manifest.version}, step {manifest.step}, {_size(manifest.bytes)} in "
-        f"{len(manifest.chunks)} chunks, {_size(new)} of it new; versions kept: "
-        f"{', '.join(str(m.version) for m in history)}"
-    )
-    print_table(
-        ["TENSOR", "TYPE", "SHAPE", "SIZE"],
-        [
-            (path, t.dtype, "×".join(map(str, t.shape)) or "-", _size(manifest.storages[t.storage].size))
-            for path, t in tensors[:limit]
-        ],
-        empty="no tensors in it",
-    )
-    if len(tensors) > limit:
-        click.echo(f"… and {len(tensors) - limit} more (--limit)")
 
 
 def _size(value: int) -> str:

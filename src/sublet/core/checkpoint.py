@@ -30,6 +30,8 @@ MAX_MANIFEST_MEMORY = 256 << 20
 MAX_STATE_BYTES = 1 << 46
 MAX_PARTS = 1 << 20
 FORMAT = 1
+#: Where a manifest's digest stands, this names the mark of the ledger a replica belongs to. No digest is this.
+MARK = "0" * 64
 #: A save that takes longer is given up: what it wrote may be swept from twice this age on (C5).
 LONGEST_SAVE_US = 6 * 3600 * 1_000_000
 
@@ -123,6 +125,7 @@ class Manifest:
     storages: tuple[Span, ...]
     chunks: tuple[ChunkEntry, ...]
     size: int  # of the arena
+    tenant: str = ""  # whose job it is: a lost ledger is rebuilt from this
 
     def to_bytes(self) -> bytes:
         packs = sorted({c.pack for c in self.chunks})
@@ -130,6 +133,7 @@ class Manifest:
         body = {
             "format": FORMAT,
             "name": self.name,
+            "tenant": self.tenant,
             "version": self.version,
             "step": self.step,
             "schema": self.schema,
@@ -245,6 +249,7 @@ def _read(body: Any) -> Manifest:
     _check_covered(storages, chunks)
     return Manifest(
         name=_text(body["name"]),
+        tenant=_text(body["tenant"]),
         version=_number(body["version"], 1 << 62),
         step=_number(body["step"], 1 << 62),
         schema=_text(body["schema"]),

@@ -33,6 +33,8 @@ class Head:
     cursor: str = ""
     epoch: int = 0
     committed_at: int = 0
+    floor: int = 0  # the oldest version that hangs together with it; 0: all of them
+    sweeps: int = 0  # how often versions behind it may have been dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from sublet.core.meter import Usage
 from sublet.core.policy import Policy
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, check_name
+from sublet.core.versions import Adoption, Kept, Versions, check_tag
 from sublet.ledger import (
     blocks,
     devices,
@@ -33,6 +34,7 @@ from sublet.ledger import (
     restored,
     tenants,
     ticking,
+    versions,
     waitlist,
 )
 from sublet.ledger.credentials import unknown
@@ -40,11 +42,13 @@ from sublet.ledger.rows import SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, policy_of, write_main
 from sublet.ports.bell import Bell
 from sublet.ports.ledger import (
+    Adopted,
     Answer,
     BlockAnswer,
     BlockRecord,
     FoundDevice,
     HostView,
+    Identity,
     LeaseKey,
     Teardown,
     TickResult,
@@ -316,6 +320,33 @@ class SqlLedger:
     def removed_blocks(self, block_ids: Sequence[str]) -> set[str]:
         return self.engine.read(lambda tx: blocks.removed(tx, list(block_ids)))
 
+    # versions
+
+    def versions(self, job: str) -> Versions:
+        return _raised(self.engine.read(lambda tx: versions.load(tx, job)))
+
+    def all_versions(self) -> list[Versions]:
+        return self.engine.read(versions.load_all)
+
+    def retain(
+        self, job: str, *, expected_sweeps: int, floor: int, kept: Sequence[Kept], actor: str
+    ) -> Versions:
+        versions.check_kept(kept)
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: versions.retain(tx, job, expected_sweeps, floor, kept, actor), durable=True
+        )
+
+    def tag(self, job: str, kept: Kept, *, expected_sweeps: int, actor: str) -> Versions:
+        check_tag(kept.tag)
+        return self._write(lambda tx: versions.tag(tx, job, expected_sweeps, kept, actor), durable=True)  # type: ignore[no-any-return]
+
+    def untag(self, job: str, tag: str, *, actor: str) -> Versions:
+        check_tag(tag)
+        return self._write(lambda tx: versions.untag(tx, job, tag, actor), durable=True)  # type: ignore[no-any-return]
+
+    def adopt(self, adoption: Adoption, *, actor: str) -> Adopted:
+        return self._write(lambda tx: versions.adopt(tx, adoption, actor), durable=True)  # type: ignore[no-any-return]
+
     # journal, meter, policy
 
     def verify(self) -> Verification:
@@ -371,6 +402,12 @@ class SqlLedger:
 
     def mark_restored(self, *, actor: str) -> int:
         return self.engine.write(lambda tx: restored.mark_restored(tx, actor), durable=True)
+
+    def identity(self) -> Identity:
+        return self.engine.read(restored.identity)
+
+    def mark_current(self, *, actor: str) -> None:
+        self.engine.write(lambda tx: restored.mark_current(tx, actor), durable=True)
 
     def close(self) -> None:
         self.engine.close()

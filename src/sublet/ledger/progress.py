@@ -58,7 +58,7 @@ def _holder_of(tx: Tx, key: LeaseKey) -> Lease | SubletError:
     return lease_of(row)
 
 
-def _owner_alive(tx: Tx, effect: Effect | None, now: int) -> bool:
+def effect_owner_alive(tx: Tx, effect: Effect | None, now: int) -> bool:
     """May the effect's owner still commit? Asked of its row, not of its process."""
     if effect is None or effect.completed:
         return False
@@ -89,7 +89,9 @@ def reserve(
     effect = load_effect(tx, effect_key)
     if _of_another_tenant(tx, effect, lease):
         return NotFound(f"tenant {lease.tenant} has no effect {effect_key}")
-    decision = decide_reserve(lease, key.epoch, effect, _owner_alive(tx, effect, tx.now), fingerprint, tx.now)
+    decision = decide_reserve(
+        lease, key.epoch, effect, effect_owner_alive(tx, effect, tx.now), fingerprint, tx.now
+    )
     if isinstance(decision, SubletError):
         return _refuse(tx, "effect.refused", lease, effect_key, key.epoch, decision)
     if isinstance(decision, Duplicate):
@@ -118,7 +120,7 @@ def _move_head(tx: Tx, row: Row | None, lease: Lease, step: Commit, version: int
     if row is None:
         anchor = write_main(tx, "job.started", lease.tenant, step.job, {"lease": lease.id})
         tx.run(
-            f"INSERT INTO head ({HEAD_COLUMNS}, strand_anchor) VALUES (?,?,0,0,'','',0,0,0,?,?)",
+            f"INSERT INTO head ({HEAD_COLUMNS}, strand_anchor) VALUES (?,?,0,0,'','',0,0,0,?,0,0,?)",
             step.job,
             lease.tenant,
             anchor,
@@ -180,7 +182,7 @@ def commit(tx: Tx, key: LeaseKey, step: Commit) -> Committed | Duplicate | Suble
         == (lease.id, key.epoch, step.fingerprint, step.expected_version + 1)
     ):
         return Committed(effect.version)
-    decision = decide_commit(lease, key.epoch, head, effect, _owner_alive(tx, effect, now), step, now)
+    decision = decide_commit(lease, key.epoch, head, effect, effect_owner_alive(tx, effect, now), step, now)
     failpoint("after_fence_check")
     if isinstance(decision, SubletError):
         return _refuse(tx, "step.refused", lease, step.key, key.epoch, decision)

@@ -8,6 +8,7 @@ from sublet.core.lease import EndReason
 from sublet.ledger import blocks, leases
 from sublet.ledger.rows import SELECT_LEASE
 from sublet.ledger.tx import Tx, write_main
+from sublet.ports.ledger import Identity
 
 #: More grants than any ledger makes between two backups.
 EPOCH_GAP = 1 << 40
@@ -35,6 +36,8 @@ def mark_restored(tx: Tx, actor: str) -> int:
     pool.dirty = True
     incarnation = secrets.token_hex(8)
     tx.run("UPDATE meta SET value = ? WHERE key = 'incarnation'", incarnation)
+    # Its heads are of the past: what was saved since is on the replicas, and no sweep may take it for garbage.
+    tx.run("UPDATE meta SET value = 'no' WHERE key = 'heads_current'")
     write_main(
         tx,
         "ledger.restored",
@@ -43,3 +46,15 @@ def mark_restored(tx: Tx, actor: str) -> int:
         {"by": actor, "incarnation": incarnation, "epoch": pool.epoch, "ended": ended},
     )
     return ended
+
+
+def mark_current(tx: Tx, actor: str) -> None:
+    """The heads have been compared with the replicas, or the operator says so: sweeps may go on."""
+    _ = tx.pool
+    tx.run("UPDATE meta SET value = 'yes' WHERE key = 'heads_current'")
+    write_main(tx, "ledger.heads_current", "", "ledger", {"by": actor})
+
+
+def identity(tx: Tx) -> Identity:
+    found = {r[0]: r[1] for r in tx.rows("SELECT key, value FROM meta")}
+    return Identity(id=found["ledger_id"], heads_current=found["heads_current"] == "yes")

@@ -208,7 +208,7 @@ def tenant_of(r: Row) -> Tenant:
     )
 
 
-HEAD_COLUMNS = "job, tenant, version, step, digest, cursor_text, epoch, committed_at, strand_seq, strand_hash"
+HEAD_COLUMNS = "job, tenant, version, step, digest, cursor_text, epoch, committed_at, strand_seq, strand_hash, floor, sweeps"
 
 
 def head_of(r: Row) -> Head:
@@ -221,6 +221,8 @@ def head_of(r: Row) -> Head:
         cursor=r[5],
         epoch=r[6],
         committed_at=r[7],
+        floor=r[10],
+        sweeps=r[11],
     )
 
 

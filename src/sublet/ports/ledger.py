@@ -25,6 +25,7 @@ from sublet.core.meter import Usage
 from sublet.core.policy import Policy
 from sublet.core.schedule import Instruction
 from sublet.core.tenancy import Tenant
+from sublet.core.versions import Adoption, Kept, Versions
 from sublet.ports.bell import Bell
 from sublet.ports.processes import Receipt
 
@@ -107,6 +108,20 @@ class Verification:
     strands: int
     head: str
     faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Which ledger this is, to whoever must not take it for another one."""
+
+    id: str
+    heads_current: bool  # False after a restore: the replicas may know newer versions than its heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    head: Head
+    forgotten: int  # effects of later versions, whose steps may now run again
 
 
 class Ledger(Protocol):
@@ -259,6 +274,21 @@ class Ledger(Protocol):
     def removed_blocks(self, block_ids: Sequence[str]) -> set[str]:
         """Which of these were removed, so that their files may be deleted."""
 
+    # versions: called by operators; none needs a lease, and a holder that saves later finds the head moved
+    def versions(self, job: str) -> Versions: ...
+    def all_versions(self) -> list[Versions]:
+        """Of every job, as of one moment: what a sweep must not touch."""
+
+    def retain(
+        self, job: str, *, expected_sweeps: int, floor: int, kept: Sequence[Kept], actor: str
+    ) -> Versions:
+        """Drop every version below the floor that is neither in `kept` nor tagged. `HeadMoved` if others were dropped since."""
+
+    def tag(self, job: str, kept: Kept, *, expected_sweeps: int, actor: str) -> Versions: ...
+    def untag(self, job: str, tag: str, *, actor: str) -> Versions: ...
+    def adopt(self, adoption: Adoption, *, actor: str) -> Adopted:
+        """Move a head to a state that is on the replicas already: rollback, fork, import, rebuild."""
+
     # journal, meter, policy: called by listings, audits and operators
     def verify(self) -> Verification:
         """Hash chain and lease rules, over the whole journal."""
@@ -283,5 +313,9 @@ class Ledger(Protocol):
     def describe(self) -> dict[str, str]: ...
     def mark_restored(self, *, actor: str) -> int:
         """After a backup was put back: end what it thought was live, and jump the epoch past every old one."""
+
+    def identity(self) -> Identity: ...
+    def mark_current(self, *, actor: str) -> None:
+        """After a restore, when the heads have been compared with the replicas: sweeps may go on."""
 
     def close(self) -> None: ...

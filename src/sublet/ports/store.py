@@ -4,13 +4,14 @@ Rules of this port:
 - Bytes under a name never change: every write is create-only. The same content again is fine, other content is a failure (C2).
 - A put that returned survives the loss of power. One that raised may or may not have happened, and repeating it finds out.
 - A replica verifies nothing; whoever reads does, before a byte is used (C3).
+- `MARK` is put, read and removed like a manifest, and is not one: it says which ledger the replica belongs to.
 - Failures are `NotDurable` (a write) or `OSError` (a read) with the replica's own words; a missing object is not a failure of a read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sublet.core.checkpoint import Span
 
@@ -45,10 +46,19 @@ class Replica(Protocol):
         """A copy that did not verify: kept for whoever looks into it, never read again."""
 
     def packs(self) -> Iterator[tuple[str, float, int]]:
-        """Name, age in seconds, size; for a sweep."""
+        """Name, age in seconds by the replica's own clock, size; for a sweep."""
 
     def manifests(self) -> Iterator[tuple[str, float]]: ...
-    def remove(self, kind: str, name: str) -> None: ...
+    def remove(self, kind: str, name: str) -> None:
+        """What is not there is removed already."""
+
+
+@runtime_checkable
+class Untidy(Protocol):
+    """A replica on which crashes leave something behind that a sweep removes when it is old."""
+
+    def leftovers(self) -> Iterator[tuple[str, str, float, int]]:
+        """Kind ('drafts', or 'aside' for what did not verify), name, age in seconds, size; `remove` takes kind and name."""
 
 
 class Draft(Protocol):

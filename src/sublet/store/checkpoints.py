@@ -12,6 +12,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 import time
@@ -37,7 +38,6 @@ from sublet.core.errors import (
     HeadMoved,
     Misconfigured,
     NotDurable,
-    NotFound,
     SubletError,
 )
 from sublet.core.values import check_job
@@ -46,12 +46,15 @@ from sublet.ports.ledger import LeaseKey, Ledger
 from sublet.ports.memory import HostMemory
 from sublet.store.arena import Arena
 from sublet.store.background import Writer
+from sublet.store.lineage import is_digest
+from sublet.store.ownership import claim
 from sublet.store.packing import Packed, digest, write_pack
 from sublet.store.replicas import Health, Kept, Replicas
 from sublet.store.restoring import check_fits, chunks_of, copy_into, lends, only, storages_of
 from sublet.store.saving import Owned, Saved, Saving
 from sublet.store.slots import Slot, Slots, layout_of, unknown
 from sublet.store.tree import put_together, take_apart
+from sublet.store.upkeep import Upkeep
 
 READERS = 4
 #: How often the outcome of a commit is asked for when the connection broke under it.
@@ -82,20 +85,20 @@ class _Copied:
     tensors: tuple[TensorEntry, ...]
     slot: Slot
     since: int
+    tenant: str
 
 
-class CheckpointStore:
+class CheckpointStore(Upkeep):
     def __init__(
         self, replicas: Replicas, ledger: Callable[[], Ledger], memory: HostMemory | None = None
     ) -> None:
-        self._replicas = replicas
-        self._ledger = ledger
+        super().__init__(replicas, ledger)
         self._slots = Slots(memory)
         self._behind: Saving | None = None
         self._owned: Owned | None = None
         self._ahead: dict[str, threading.Thread] = {}
         self._writer = Writer()
-        self.health = Health()
+        self._claimed = False
 
     def close(self) -> None:
         """Waits for a save that is under way, then gives the memory of the last states back. What was loaded is the caller's."""
@@ -202,11 +205,12 @@ class CheckpointStore:
             version=expected_version + 1,
             step=step if step is not None else (head.step if head else 0) + 1,
             schema=schema,
-            parent=head.digest if head is not None and _is_digest(head.digest) else "",
+            parent=head.digest if head is not None and is_digest(head.digest) else "",
             tree=taken.tree,
             tensors=taken.tensors,
             slot=slot,
             since=_now_us(),
+            tenant=head.tenant if head else self._ledger().look(lease.key.lease_id).lease.tenant,
         )
         if owned is None:
             slot.entries = _unchanged(known, dirty)
@@ -225,17 +229,23 @@ class CheckpointStore:
 
     def _store(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
         slot = copied.slot
+        if not self._claimed:
+            claim(self._replicas.replicas, self._ledger().identity().id)
+            self._claimed = True
         kept = Kept(self._replicas)
         # Who saved the state before knows what changed since; anybody else looks for what that state had.
-        parent = self._parent(copied.parent) if copied.parent != slot.saved_as else None
+        mine = copied.parent == slot.saved_as
+        parent = None if mine else self._parent(copied.parent)
         lately = {p for p, since in slot.written.items() if copied.since - since < LONGEST_SAVE_US}
-        usable = lately | (slot.packs if parent is None else set(parent.packs))
+        # A parent that does not read gives nothing to refer to: what this process saved before it may be swept already.
+        usable = lately | (slot.packs if mine else set(parent.packs) if parent is not None else set())
         there = kept.among({e.pack for e in slot.entries if e is not None} & usable)
         slot.entries = [e if e is not None and e.pack in there else None for e in slot.entries]
         written = self._store_chunks(copied, parent, kept, write)
         failpoint("before_manifest")
         manifest = Manifest(
             name=copied.name,
+            tenant=copied.tenant,
             version=copied.version,
             step=copied.step,
             schema=copied.schema,
@@ -332,7 +342,7 @@ class CheckpointStore:
         self,
         name: str,
         *,
-        version: int | None = None,
+        version: int | str | None = None,
         schema: str | None = None,
         into: Any = None,
         keys: Sequence[str] | None = None,
@@ -445,51 +455,10 @@ class CheckpointStore:
             # What is not there must not cost the memory of the rest, only because a manifest speaks of it.
             pool.shutdown(cancel_futures=True)
         if health.wanting:
-            # Older versions share these packs, and want what they have of them.
-            kept = [m for m in self.history(manifest.name) if m.version != manifest.version]
-            self._replicas.repair([manifest, *kept], health, only=health.wanting)
+            # Older versions and other jobs share these packs, and want what they have of them.
+            everything = itertools.chain([manifest], self.lineage.everything())
+            self._replicas.repair(everything, health, only=health.wanting)
         self.health.add(health)
-
-    def manifest(self, name: str, version: int | None = None) -> Manifest:
-        for manifest in self.history(name):
-            if version is None or manifest.version == version:
-                return manifest
-            if manifest.version < version:
-                break
-        raise NotFound(f"{name} has no version {version}", remedy="'sublet checkpoint ls' lists them")
-
-    def history(self, name: str) -> Iterator[Manifest]:
-        """From the head back, as far as manifests are kept."""
-        head = self._ledger().head(check_job(name))
-        if head is None or not _is_digest(head.digest):
-            raise NotFound(f"nothing was saved as {name}", remedy="'sublet checkpoint ls' lists what was")
-        at = head.digest
-        while at:
-            try:
-                manifest = self._replicas.manifest(at, self.health)
-            except Damaged:
-                if at == head.digest:
-                    raise
-                return  # retention ended here
-            yield manifest
-            at = manifest.parent
-
-    # keeping order
-
-    def verify(self, name: str) -> list[tuple[str, str, str]]:
-        """Every copy of every pack its versions need: replica, pack, and 'good', 'missing' or 'bad'. Changes nothing."""
-        return self._replicas.inspect(list(self.history(name)))
-
-    def repair(self, name: str) -> Health:
-        """Give every replica a good copy of everything its versions need; what was done."""
-        health = Health()
-        manifests = list(self.history(name))
-        head = self._ledger().head(name)
-        newest = head.digest if head is not None else ""
-        for digest_of in [newest, *(m.parent for m in manifests[:-1])]:
-            self._replicas.spread_manifest(digest_of, health)
-        self._replicas.repair(manifests, health)
-        return health
 
 
 @contextlib.contextmanager
@@ -509,7 +478,3 @@ def _unchanged(known: Sequence[ChunkEntry | None], *dirty: Sequence[bool]) -> li
 def _now_us() -> int:
     """Goes on while the machine sleeps: so does the age of what was written."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sublet.core.checkpoint import ALIGN, MAX_MANIFEST_BYTES, Span
+from sublet.core.checkpoint import ALIGN, MARK, MAX_MANIFEST_BYTES, Span
 from sublet.core.errors import Misconfigured, NotDurable
 from sublet.failpoints import failpoint
 
@@ -73,7 +73,7 @@ class DirectoryReplica:
             ) from e
 
     def _open(self, folder: str) -> int:
-        """One of its four folders. The replica's own path may lead through links, which are the operator's; nothing in it may."""
+        """One of its four folders, or its root. The replica's own path may lead through links, which are the operator's; nothing in it may."""
         root = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
@@ -140,7 +140,7 @@ class DirectoryReplica:
                         os.fsync(fd)
                     finally:
                         os.close(fd)
-                    self._publish(drafts, draft, "manifests", f"{digest}.json")
+                    self._publish(drafts, draft, *self._place("manifest", digest))
                 finally:
                     with contextlib.suppress(OSError):  # a draft that stays behind harms nobody
                         os.unlink(draft, dir_fd=drafts)
@@ -148,15 +148,17 @@ class DirectoryReplica:
             raise _not_durable(self, e) from e
 
     def get_manifest(self, digest: str) -> bytes | None:
+        folder, name = self._place("manifest", digest)
         try:
-            with self._in("manifests") as manifests:
-                fd = _open_plain(f"{digest}.json", manifests)
+            with self._in(folder) as place:
+                fd = _open_plain(name, place)
         except FileNotFoundError:
             return None
         if fd < 0:
             return b""
         with os.fdopen(fd, "rb") as file:
-            return file.read(MAX_MANIFEST_BYTES + 1)  # more cannot verify, and is not read into memory (C7)
+            # More cannot verify, and is not read into memory (C7); nor is room made for what is not there.
+            return file.read(min(os.fstat(fd).st_size, MAX_MANIFEST_BYTES) + 1)
 
     def _publish(self, drafts: int, draft: str, folder: str, final: str) -> None:
         with self._in(folder) as place:
@@ -179,31 +181,62 @@ class DirectoryReplica:
 
     # keeping order
 
+    @staticmethod
+    def _place(kind: str, name: str) -> tuple[str, str]:
+        """Folder and file."""
+        if kind in ("drafts", "aside"):
+            return kind, name
+        if name == MARK:
+            return ".", "owner.json"
+        return ("packs", f"{name}.pack") if kind == "pack" else ("manifests", f"{name}.json")
+
     def set_aside(self, kind: str, name: str) -> None:
-        folder, file = _place(kind, name)
+        folder, file = self._place(kind, name)
         with contextlib.suppress(FileNotFoundError), self._in(folder) as source, self._in("aside") as aside:
             target = f"{file}.{int(time.time())}-{secrets.token_hex(3)}"
             os.rename(file, target, src_dir_fd=source, dst_dir_fd=aside)
             os.fsync(source)
 
     def packs(self) -> Iterator[tuple[str, float, int]]:
-        for name, info in self._listed("packs"):
+        for name, age, info in self._aged("packs"):
             if name.endswith(".pack"):
-                yield name.removesuffix(".pack"), time.time() - info.st_mtime, info.st_size
+                yield name.removesuffix(".pack"), age, info.st_size
 
     def manifests(self) -> Iterator[tuple[str, float]]:
-        for name, info in self._listed("manifests"):
+        for name, age, _ in self._aged("manifests"):
             if name.endswith(".json"):
-                yield name.removesuffix(".json"), time.time() - info.st_mtime
+                yield name.removesuffix(".json"), age
 
-    def _listed(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    def leftovers(self) -> Iterator[tuple[str, str, float, int]]:
+        for folder in ("drafts", "aside"):
+            for name, age, info in self._aged(folder):
+                yield folder, name, age, info.st_size
+
+    def _aged(self, folder: str) -> Iterator[tuple[str, float, os.stat_result]]:
+        """What is in it, with its age by the clock that stamped it: a file server's may differ from ours. Where that cannot be asked
+        everything is new."""
+        now = self._its_clock()
         with self._in(folder) as fd, os.scandir(fd) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    yield entry.name, entry.stat(follow_symlinks=False)
+                    info = entry.stat(follow_symlinks=False)
+                    yield entry.name, now - info.st_mtime, info
+
+    def _its_clock(self) -> float:
+        trial = f"clock-{secrets.token_hex(4)}"
+        try:
+            with self._in("drafts") as drafts:
+                fd = os.open(trial, _MAKE, 0o644, dir_fd=drafts)
+                try:
+                    return os.fstat(fd).st_mtime
+                finally:
+                    os.close(fd)
+                    os.unlink(trial, dir_fd=drafts)
+        except OSError:
+            return float("-inf")
 
     def remove(self, kind: str, name: str) -> None:
-        folder, file = _place(kind, name)
+        folder, file = self._place(kind, name)
         with contextlib.suppress(FileNotFoundError), self._in(folder) as fd:
             os.unlink(file, dir_fd=fd)
 
@@ -308,10 +341,6 @@ def _make_folder(folder: Path) -> None:
         _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     _sync_folder(folder.parent)
-
-
-def _place(kind: str, name: str) -> tuple[str, str]:
-    return ("packs", f"{name}.pack") if kind == "pack" else ("manifests", f"{name}.json")
 
 
 def _open_plain(name: str, folder: int) -> int:

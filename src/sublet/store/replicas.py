@@ -10,6 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from sublet.core.checkpoint import (
     read_manifest,
 )
 from sublet.core.errors import Damaged, Misconfigured, NotDurable, QuorumNotReached, SubletError
-from sublet.ports.store import Replica
+from sublet.ports.store import Draft, Replica
 from sublet.store.packing import digest, verify_pack
 
 ASKERS = 16
@@ -127,7 +128,8 @@ class Replicas:
 
     # reading
 
-    def manifest(self, name: str, health: Health | None = None) -> Manifest:
+    def manifest(self, name: str, health: Health | None = None, *, mend: bool = True) -> Manifest:
+        """From whichever replica has it right; the others are given it on the way, unless nothing may be changed."""
         health = health or Health()
         asked: list[str] = []
         bad: list[Replica] = []
@@ -142,11 +144,12 @@ class Replicas:
                 bad.append(replica)
                 continue
             if digest(data) != name:
-                self._set_aside(replica, "manifest", name, health)
+                if mend:
+                    self._set_aside(replica, "manifest", name, health)
                 bad.append(replica)
                 continue
             found = read_manifest(data)
-            for other in bad:
+            for other in bad if mend else ():
                 self._repair_manifest(other, name, data, health)
             return found
         raise Damaged(f"manifest {name} is on none of {', '.join(asked)} in good order")
@@ -186,21 +189,95 @@ class Replicas:
             health.unreachable.append(replica.name)
 
     def repair(
-        self, manifests: Sequence[Manifest], health: Health, *, only: Collection[str] | None = None
+        self, manifests: Iterable[Manifest], health: Health, *, only: Collection[str] | None = None
     ) -> None:
-        """Every replica gets every pack these manifests refer to. Each chunk is copied from a copy of it that verified; a pack that
-        is bad on every replica may still be made whole that way, so nothing is set aside before its chunks were read."""
-        for pack, wanted in _needed(manifests):
-            if only is not None and pack not in only:
-                continue
-            data, chunks = self._gather(wanted, health)
-            digests, pieces = [c.digest for c in chunks], [Span(c.at, c.span.size) for c in chunks]
-            states = {r.name: verify_pack(r, pack, digests, pieces) for r in self.replicas}
-            wanting = [r for r in self.replicas if states[r.name] != "good"]
-            for replica in self.replicas:
+        """Every replica gets every pack these manifests refer to, or of them those in `only`. They must be all that refer to such a
+        pack: one that is written anew holds what was asked for and nothing else."""
+        for pack, wanted in needed(manifests, only):
+            self.repair_pack(pack, wanted, health)
+
+    def repair_pack(self, pack: str, wanted: Sequence[ChunkEntry], health: Health) -> dict[str, str]:
+        """Each chunk is copied from a copy of it that verified, one at a time; a pack that is bad on every replica may still be made
+        whole that way, so nothing is set aside before its chunks were read. What each replica had: 'good', 'missing' or 'bad'."""
+        good = {r.name: {c.at for c in wanted if self._has_chunk(r, c)} for r in self.replicas}
+        found = [c for c in wanted if any(c.at in places for places in good.values())]
+        for chunk in wanted:
+            if not any(chunk.at in places for places in good.values()):
+                asked = ", ".join(r.name for r in self.replicas)
+                health.lost.append(f"chunk {chunk.digest} (pack {pack}) is on none of {asked} in good order")
+        states = {r.name: self._state(r, pack, len(good[r.name]) == len(found)) for r in self.replicas}
+        wanting = [r for r in self.replicas if states[r.name] != "good"]
+        if wanting and found:
+            self._write_anew(pack, found, wanting, states, health)
+        # A chunk that no replica has makes each of them bad to whoever wants it, and no copy better than another.
+        return states if len(found) == len(wanted) else {r.name: "bad" for r in self.replicas}
+
+    def _has_chunk(self, replica: Replica, chunk: ChunkEntry) -> bool:
+        buffer = memoryview(bytearray(chunk.span.size))
+        try:
+            return replica.read_pack(chunk.pack, chunk.at, buffer) and digest(buffer) == chunk.digest
+        except OSError:
+            return False
+
+    def _state(self, replica: Replica, pack: str, whole: bool) -> str:
+        if whole:
+            return "good"
+        try:
+            return "bad" if replica.has_pack(pack) else "missing"
+        except OSError:
+            return "missing"
+
+    def _write_anew(
+        self,
+        pack: str,
+        chunks: Sequence[ChunkEntry],
+        wanting: Sequence[Replica],
+        states: dict[str, str],
+        health: Health,
+    ) -> None:
+        """At the same places as before; what nobody wants any more is left out."""
+        drafts: dict[str, Draft] = {}
+        last = chunks[-1]
+
+        def left_behind(replica: Replica) -> None:
+            health.unreachable.append(replica.name)
+            if replica.name in drafts:
+                drafts.pop(replica.name).discard()
+
+        buffer = mmap.mmap(-1, aligned(max(c.span.size for c in chunks), ALIGN))  # aligned for direct I/O
+        view = memoryview(buffer)
+        try:
+            for replica in wanting:
+                try:
+                    drafts[replica.name] = replica.begin_pack(last.at + aligned(last.span.size, ALIGN))
+                except (SubletError, OSError):
+                    left_behind(replica)
+            for chunk in chunks:
+                size = chunk.span.size
+                self.chunk(chunk, view[:size], health)
+                view[size : aligned(size, ALIGN)] = bytes(aligned(size, ALIGN) - size)
+                for replica in wanting:
+                    if replica.name in drafts:
+                        try:
+                            drafts[replica.name].write(chunk.at, view[: aligned(size, ALIGN)])
+                        except (SubletError, OSError):
+                            left_behind(replica)
+            pieces = [Span(c.at, c.span.size) for c in chunks]
+            for replica in wanting:
+                if replica.name not in drafts:
+                    continue
                 if states[replica.name] == "bad":
                     self._set_aside(replica, "pack", pack, health)
-            self._copy_pack(pack, pieces, data, wanting, health)
+                try:
+                    drafts[replica.name].publish(pack, pieces)
+                    health.repaired.append(f"{replica.name} pack {pack[:12]}")
+                except (SubletError, OSError):
+                    left_behind(replica)
+        finally:
+            for draft in drafts.values():
+                draft.discard()
+            view.release()
+            buffer.close()
 
     def inspect(self, manifests: Sequence[Manifest]) -> list[tuple[str, str, str]]:
         """Each replica's copy of each pack these manifests need: 'good', 'missing' or 'bad'. Changes nothing."""
@@ -212,7 +289,7 @@ class Replicas:
                     replica, pack, [c.digest for c in chunks], [Span(c.at, c.span.size) for c in chunks]
                 ),
             )
-            for pack, chunks in _needed(manifests)
+            for pack, chunks in needed(manifests)
             for replica in self.replicas
         ]
 
@@ -235,41 +312,6 @@ class Replicas:
         for replica in wanting if data is not None else ():
             self._repair_manifest(replica, name, data or b"", health)
 
-    def _gather(self, chunks: Sequence[ChunkEntry], health: Health) -> tuple[memoryview, list[ChunkEntry]]:
-        """From whatever good copies of its chunks there are; those that have none are left out. A pack some of whose chunks no
-        manifest wants any more cannot be made whole, and is then written with what is wanted at the same places."""
-        data = memoryview(bytearray(max(c.at + aligned(c.span.size, ALIGN) for c in chunks)))
-        found = []
-        for chunk in chunks:
-            place = data[chunk.at : chunk.at + chunk.span.size]
-            try:
-                self.chunk(chunk, place, health)
-                found.append(chunk)
-            except Damaged as e:
-                place[:] = bytes(place.nbytes)  # not what was read last
-                health.lost.append(e.message)
-        return data, found
-
-    def _copy_pack(
-        self,
-        pack: str,
-        pieces: Sequence[Span],
-        data: memoryview,
-        wanting: Sequence[Replica],
-        health: Health,
-    ) -> None:
-        for replica in wanting:
-            try:
-                draft = replica.begin_pack(data.nbytes)
-                try:
-                    draft.write(0, data)
-                    draft.publish(pack, pieces)
-                finally:
-                    draft.discard()
-                health.repaired.append(f"{replica.name} pack {pack[:12]}")
-            except (SubletError, OSError):
-                health.unreachable.append(replica.name)
-
 
 class Kept:
     """What one save found out about the packs of those before it. Each is asked about once."""
@@ -287,13 +329,16 @@ class Kept:
         return {pack for pack in wanted if self._known[pack]}
 
 
-__all__ = ["Health", "Kept", "Replicas", "digest", "verify_pack"]
+__all__ = ["Health", "Kept", "Replicas", "digest", "needed", "verify_pack"]
 
 
-def _needed(manifests: Sequence[Manifest]) -> list[tuple[str, list[ChunkEntry]]]:
-    """Every pack they refer to, with what they want of it in its order."""
+def needed(
+    manifests: Iterable[Manifest], only: Collection[str] | None = None
+) -> list[tuple[str, list[ChunkEntry]]]:
+    """Every pack they refer to, or of them those in `only`, with what they want of it in its order."""
     by_pack: dict[str, dict[int, ChunkEntry]] = {}
     for manifest in manifests:
         for chunk in manifest.chunks:
-            by_pack.setdefault(chunk.pack, {})[chunk.at] = chunk
+            if only is None or chunk.pack in only:
+                by_pack.setdefault(chunk.pack, {})[chunk.at] = chunk
     return [(pack, [places[at] for at in sorted(places)]) for pack, places in sorted(by_pack.items())]
