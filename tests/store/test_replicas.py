@@ -15,7 +15,7 @@ import pytest
 
 from sublet.core import checkpoint
 from sublet.core.checkpoint import ReplicaPolicy
-from sublet.core.errors import Damaged, Misconfigured, QuorumNotReached
+from sublet.core.errors import BadInput, Damaged, Misconfigured, QuorumNotReached
 from sublet.store.checkpoints import CheckpointStore
 from sublet.store.directory import DirectoryReplica
 from sublet.store.packing import digest
@@ -478,3 +478,27 @@ def test_repair_fills_a_new_replica(quick: Shelf) -> None:
 
 def test_digests_are_blake3() -> None:
     assert digest(b"abc") == "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+
+
+@pytest.mark.parametrize(("placement", "first"), [("near", 2), ("listed", 0)])
+def test_placement_says_who_is_read_first(quick: Shelf, placement: str, first: int) -> None:
+    class Far(DirectoryReplica):
+        near = False
+
+    quick.save({"x": np.arange(10)}, 0)
+    asked: list[str] = []
+    replicas = [Far(p) for p in quick.folders[:2]] + [DirectoryReplica(quick.folders[2])]
+
+    def spied(real: Any, name: str) -> Any:
+        return lambda *args: (asked.append(name), real(*args))[1]
+
+    for replica in replicas:
+        for verb in ("read_pack", "get_manifest"):
+            setattr(replica, verb, spied(getattr(replica, verb), replica.name))
+    policy = ReplicaPolicy(replicas=3, placement=placement)
+    ledger = quick.rig.open()
+    with CheckpointStore(Replicas(replicas, policy), lambda: ledger) as store:
+        assert store.load(JOB)["x"].tolist() == list(range(10))
+    assert set(asked) == {replicas[first].name}
+    with pytest.raises(BadInput, match="placement"):
+        ReplicaPolicy(placement="random")

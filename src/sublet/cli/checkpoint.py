@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from sublet.cli import checkpoint_upkeep
+from sublet.cli import checkpoint_files, checkpoint_upkeep
 from sublet.cli.checkpoint_show import show
 from sublet.cli.output import json_option, print_json, print_table
 from sublet.core.checkpoint import Manifest
@@ -22,7 +22,7 @@ def checkpoint() -> None:
 
 
 checkpoint.add_command(show)
-for _command in checkpoint_upkeep.COMMANDS:
+for _command in (*checkpoint_upkeep.COMMANDS, *checkpoint_files.COMMANDS):
     checkpoint.add_command(_command)
 
 

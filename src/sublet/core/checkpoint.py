@@ -358,10 +358,13 @@ class ReplicaPolicy:
     write_quorum: int = 0  # 0: a majority
     read_quorum: int = 0  # 0: enough to meet every write quorum
     domains: tuple[str, ...] = ()  # what fails together; empty: each replica by itself
+    placement: str = "near"  # whom a read asks first: 'near' what is on this machine, 'listed' in the order they are named
     single_node: bool = False  # asked for by name: copies that may all be lost at once
 
     def __post_init__(self) -> None:
         n = self.replicas
+        if self.placement not in ("near", "listed"):
+            raise BadInput(f"placement must be 'near' or 'listed', not {self.placement!r}")
         if not 1 <= n <= 16:
             raise BadInput(f"replicas must be 1 to 16, not {n}")
         write = self.write_quorum or n // 2 + 1
@@ -395,6 +398,7 @@ class ReplicaPolicy:
             "write_quorum": self.write_quorum,
             "read_quorum": self.read_quorum,
             "domains": list(self.domains),
+            "placement": self.placement,
             "single_node": self.single_node,
         }
         return json.dumps(body, sort_keys=True, separators=(",", ":"))

@@ -29,6 +29,10 @@ class Replica(Protocol):
     def lane(self) -> str:
         """What it shares its bandwidth with: replicas of one lane are written one after the other."""
 
+    @property
+    def near(self) -> bool:
+        """Whether it is on this machine: such a one is read first."""
+
     def check(self) -> None:
         """Called when a store is opened: raise if it could not keep the rules of this port."""
 

@@ -33,6 +33,8 @@ os.register_at_fork(after_in_child=lambda: globals().update(_proving=threading.L
 class BucketReplica:
     """Implements `ports.store.Replica`."""
 
+    near = False
+
     def __init__(self, name: str, domain: str, client: BucketClient) -> None:
         self.name = name
         self.domain = domain or client.where

@@ -6,20 +6,18 @@ Rules of this file:
 - A chunk whose bytes are known to be stored is not written again. A save refers to packs of its parent, which is the head until the
   commit, and to packs this process wrote lately; to nothing else, because anything else a sweep may be about to delete (C5).
 - History is the chain of manifests from the head back, each naming its parent.
-- A load into tensors goes through the arena the next save will copy into: its pages are there then, and only what changed is written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from sublet.core.checkpoint import (
     LONGEST_SAVE_US,
@@ -30,31 +28,32 @@ from sublet.core.checkpoint import (
     lay_out,
     manifest_bytes,
 )
-from sublet.core.effect import Commit
+from sublet.core.effect import Commit, Head
 from sublet.core.errors import (
     BadInput,
     Damaged,
     Disconnected,
     HeadMoved,
-    Misconfigured,
     NotDurable,
-    SubletError,
 )
 from sublet.core.values import check_job
+from sublet.core.versions import Adoption
 from sublet.failpoints import failpoint
 from sublet.ports.ledger import LeaseKey, Ledger
 from sublet.ports.memory import HostMemory
 from sublet.store.arena import Arena
 from sublet.store.background import Writer
 from sublet.store.lineage import is_digest
+from sublet.store.loading import Loading
 from sublet.store.ownership import claim
 from sublet.store.packing import Packed, digest, write_pack
-from sublet.store.replicas import Health, Kept, Replicas
-from sublet.store.restoring import check_fits, chunks_of, copy_into, lends, only, storages_of
+from sublet.store.replicas import Kept, Replicas
+from sublet.store.restoring import part_of
 from sublet.store.saving import Owned, Saved, Saving
-from sublet.store.slots import Slot, Slots, layout_of, unknown
-from sublet.store.tree import put_together, take_apart
-from sublet.store.upkeep import Upkeep
+from sublet.store.slots import Slot
+from sublet.store.sweeping import Progress, quiet
+from sublet.store.tree import take_apart
+from sublet.store.weights import Exported, read_weights, tensors_of, write_safetensors
 
 READERS = 4
 #: How often the outcome of a commit is asked for when the connection broke under it.
@@ -62,8 +61,11 @@ ASK_AGAIN = 5
 
 
 Write = Callable[[Arena, Sequence[Span]], Packed]
+#: Moves the head to a manifest that is durable; its version.
+Commits = Callable[[Manifest, str], int]
 
 
+@runtime_checkable
 class Fenced(Protocol):
     """What a save needs of a lease."""
 
@@ -86,17 +88,16 @@ class _Copied:
     slot: Slot
     since: int
     tenant: str
+    epoch: int
 
 
-class CheckpointStore(Upkeep):
+class CheckpointStore(Loading):
     def __init__(
         self, replicas: Replicas, ledger: Callable[[], Ledger], memory: HostMemory | None = None
     ) -> None:
-        super().__init__(replicas, ledger)
-        self._slots = Slots(memory)
+        super().__init__(replicas, ledger, memory)
         self._behind: Saving | None = None
         self._owned: Owned | None = None
-        self._ahead: dict[str, threading.Thread] = {}
         self._writer = Writer()
         self._claimed = False
 
@@ -130,7 +131,7 @@ class CheckpointStore(Upkeep):
         """Durable and committed when it returns. Raises with the head unmoved otherwise; never half."""
         self.settle()
         copied = self._copy(name, state, expected_version, lease, schema, step)
-        return self._finish(copied, lease, self._write_here)
+        return self._finish(copied, self._leased(lease), self._write_here)
 
     def save_behind(
         self,
@@ -156,7 +157,8 @@ class CheckpointStore(Upkeep):
         if owned is not None:
             self._owned = owned
             owned.finish_before_steps()
-        self._behind = Saving(lambda: self._finish(copied, lease, self._write_elsewhere, owned))
+        commit = self._leased(lease)
+        self._behind = Saving(lambda: self._finish(copied, commit, self._write_elsewhere, owned))
         return self._behind
 
     def settle(self) -> None:
@@ -180,14 +182,15 @@ class CheckpointStore(Upkeep):
         name: str,
         state: Any,
         expected_version: int,
-        lease: Fenced,
+        lease: Fenced | str,
         schema: str,
         step: int | None,
         owned: Owned | None = None,
     ) -> _Copied:
         """What the training thread pays for: everything after this needs the arena, and not the state (or what is owned of it)."""
         check_job(name)
-        lease.check()
+        if isinstance(lease, Fenced):
+            lease.check()
         self._join_ahead()
         head = self._ledger().head(name)
         version = head.version if head is not None else 0
@@ -210,7 +213,8 @@ class CheckpointStore(Upkeep):
             tensors=taken.tensors,
             slot=slot,
             since=_now_us(),
-            tenant=head.tenant if head else self._ledger().look(lease.key.lease_id).lease.tenant,
+            tenant=self._tenant(head, lease),
+            epoch=lease.key.epoch if isinstance(lease, Fenced) else 0,
         )
         if owned is None:
             slot.entries = _unchanged(known, dirty)
@@ -219,15 +223,15 @@ class CheckpointStore(Upkeep):
         slot.in_use = True
         return copied
 
-    def _finish(self, copied: _Copied, lease: Fenced, write: Write, owned: Owned | None = None) -> Saved:
+    def _finish(self, copied: _Copied, commit: Commits, write: Write, owned: Owned | None = None) -> Saved:
         try:
             if owned is not None:
                 owned.copied()
-            return self._store(copied, lease, write)
+            return self._store(copied, commit, write)
         finally:
             copied.slot.in_use = False
 
-    def _store(self, copied: _Copied, lease: Fenced, write: Write) -> Saved:
+    def _store(self, copied: _Copied, commit: Commits, write: Write) -> Saved:
         slot = copied.slot
         if not self._claimed:
             claim(self._replicas.replicas, self._ledger().identity().id)
@@ -251,7 +255,7 @@ class CheckpointStore(Upkeep):
             schema=copied.schema,
             policy=digest(self._replicas.policy.to_text().encode()),
             parent=copied.parent,
-            epoch=lease.key.epoch,
+            epoch=copied.epoch,
             attempt=secrets.token_hex(8),
             tree=copied.tree,
             tensors=copied.tensors,
@@ -267,7 +271,7 @@ class CheckpointStore(Upkeep):
                 f"the save of {copied.name} took longer than {LONGEST_SAVE_US // 3_600_000_000} hours, and was given up",
                 remedy="use faster replicas; what was written is shared with the next save",
             )
-        committed = self._commit(self._ledger(), lease, manifest, name_of_manifest)
+        committed = commit(manifest, name_of_manifest)
         slot.settle_on(name_of_manifest, manifest)
         self._slots.remember(copied.name, slot, name_of_manifest, data)
         total = sum(c.size for c in slot.layout.chunks)
@@ -313,6 +317,14 @@ class CheckpointStore(Upkeep):
             slot.entries[number] = ChunkEntry(span, name, packed.pack, at)
         return sum(span.size for span in spans)
 
+    def _tenant(self, head: Head | None, lease: Fenced | str) -> str:
+        if isinstance(lease, str):
+            return lease
+        return head.tenant if head else self._ledger().look(lease.key.lease_id).lease.tenant
+
+    def _leased(self, lease: Fenced) -> Commits:
+        return lambda manifest, name: self._commit(self._ledger(), lease, manifest, name)
+
     def _commit(self, ledger: Ledger, lease: Fenced, manifest: Manifest, name: str) -> int:
         commit = Commit(
             job=manifest.name,
@@ -336,139 +348,67 @@ class CheckpointStore(Upkeep):
                     raise
             raise
 
-    # loading
+    # files of other programs
 
-    def load(
+    def export(
         self,
         name: str,
+        path: str | Path,
         *,
+        weights: str | None = None,
         version: int | str | None = None,
-        schema: str | None = None,
-        into: Any = None,
-        keys: Sequence[str] | None = None,
-    ) -> Any:
-        """The state as it was saved, every byte verified. `into` restores in place where shapes and types agree; `keys` names the
-        parts that are wanted, as `sublet checkpoint show` lists them, and nothing else is read."""
-        self._join_ahead(name)
-        manifest = (self._recall(name) if version is None else None) or self.manifest(name, version)
-        if manifest.name != name:
-            raise Damaged(f"the head of {name} refers to a state of {manifest.name[:100]}")
-        if schema is not None and manifest.schema != schema:
-            raise BadInput(
-                f"{name} was saved with schema {manifest.schema!r}, not {schema!r}",
-                remedy="load it with the code that saved it, or without schema= to convert it",
-            )
-        keys = [keys] if isinstance(keys, str) else keys
-        tree = manifest.tree if keys is None else only(manifest, keys)
-        slot = self._slots.get(name)
-        busy = slot is not None and slot.in_use
-        if into is None or keys is not None or version is not None or busy:
-            state = self._load_apart(manifest, tree, None if keys is None else storages_of(tree, manifest))
-            if into is None:
-                return state
-            check_fits(state, into, part=keys is not None)
-        else:
-            state = self._put_together(manifest, tree, self._fill_slot(manifest).arena)
-            check_fits(state, into)
-            if lends(state, into):
-                state = self._load_apart(manifest, tree, None)
-        copy_into(state, into)
-        return into
+        progress: Progress = quiet,
+    ) -> Exported:
+        """Tensors to a `.safetensors` file, every byte verified first. `weights` names the part they are in ('model'), whose names
+        they then have in the file; without it they have their whole paths."""
+        state = self.load(
+            name, version=version, keys=None if weights is None else [weights], progress=progress
+        )
+        part = state if weights is None else part_of(state, weights)
+        tensors, others = tensors_of(part)
+        if not tensors:
+            raise BadInput(f"{weights or name} has no tensors to export")
+        found = self.manifest(name, version)
+        about = {"sublet.name": name, "sublet.version": str(found.version), "sublet.step": str(found.step)}
+        return Exported(
+            tensors=len(tensors), bytes=write_safetensors(Path(path), tensors, about), left_out=others
+        )
 
-    def prefetch(self, name: str) -> None:
-        """Begin to read the newest state into memory, while the program imports and builds what it will be loaded into."""
-        if name in self._ahead or self._slots.get(check_job(name)) is not None:
-            return
-
-        def read() -> None:
-            with contextlib.suppress(SubletError, OSError):  # the load that follows says what is wrong
-                self._fill_slot(self._recall(name) or self.manifest(name))
-
-        self._ahead[name] = threading.Thread(target=read, name="sublet-prefetch", daemon=True)
-        self._ahead[name].start()
-
-    def _join_ahead(self, name: str | None = None) -> None:
-        for key in [name] if name is not None else list(self._ahead):
-            thread = self._ahead.pop(key, None)
-            if thread is not None:
-                thread.join()
-
-    def _recall(self, name: str) -> Manifest | None:
+    def import_weights(
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        under: str = "",
+        tenant: str = "default",
+        actor: str = "operator",
+    ) -> Saved:
+        """A new job that begins with the weights of a `.safetensors` or `.pt` file, as `under` ('model') of its state."""
         head = self._ledger().head(check_job(name))
-        return self._slots.recall(name, head.digest) if head is not None else None
+        if head is not None:
+            raise HeadMoved(
+                f"there is a job {name} already, at version {head.version}; nothing was changed",
+                version=head.version,
+                remedy="choose another name",
+            )
+        weights = read_weights(Path(path))
+        self.settle()
+        copied = self._copy(name, {under: weights} if under else weights, 0, tenant, "", 0)
 
-    def _put_together(self, manifest: Manifest, tree: Any, arena: Arena) -> Any:
-        spans = manifest.storages
-        return put_together(tree, manifest.tensors, lambda n: arena.view[spans[n].offset : spans[n].end])
+        def adopt(manifest: Manifest, digest_of: str) -> int:
+            adoption = Adoption(
+                job=name,
+                tenant=tenant,
+                expected_version=0,
+                version=1,
+                digest=digest_of,
+                step=0,
+                epoch=0,
+                reason="import",
+            )
+            return self._ledger().adopt(adoption, actor=actor).head.version
 
-    def _load_apart(self, manifest: Manifest, tree: Any, storages: set[int] | None) -> Any:
-        """Into memory that becomes the state's own. Nothing is copied a second time."""
-        wanted = range(len(manifest.chunks)) if storages is None else chunks_of(storages, manifest)
-        with _enough_memory(manifest):
-            arena = Arena(manifest.size, shared=False, populate=False)
-        self._read(arena, manifest, wanted)
-        return self._put_together(manifest, tree, arena)
-
-    def _fill_slot(self, manifest: Manifest) -> Slot:
-        """The slot of this name has the manifest's state when it returns: what it had already is not read again."""
-        with _enough_memory(manifest):
-            slot = self._slots.place(manifest.name, layout_of(manifest), populate=False)
-        wanted = unknown(slot, manifest.chunks)
-        if wanted:
-            for number in wanted:
-                slot.entries[number] = None
-            wanted = self._verified(slot, manifest, wanted)
-            self._read(slot.arena, manifest, wanted)
-            slot.entries = list(manifest.chunks)
-            data = manifest_bytes(manifest)
-            slot.settle_on(digest(data), manifest)
-            self._slots.remember(manifest.name, slot, slot.saved_as, data)
-        return slot
-
-    def _verified(self, slot: Slot, manifest: Manifest, numbers: Sequence[int]) -> list[int]:
-        """Those of them that an arena which outlived its process has not in good order."""
-        if not slot.inherited:
-            return list(numbers)
-        slot.inherited = False
-
-        def differs(number: int) -> bool:
-            chunk = manifest.chunks[number]
-            slot.arena.populate(chunk.span)  # mapped at once: page by page costs more than hashing it
-            return digest(slot.arena.view[chunk.span.offset : chunk.span.end]) != chunk.digest
-
-        with ThreadPoolExecutor(READERS) as pool:
-            return [n for n, bad in zip(numbers, pool.map(differs, numbers), strict=True) if bad]
-
-    def _read(self, arena: Arena, manifest: Manifest, numbers: Sequence[int]) -> None:
-        health = Health()
-
-        def read(number: int) -> None:
-            chunk = manifest.chunks[number]
-            arena.populate(chunk.span)
-            self._replicas.chunk(chunk, arena.view[chunk.span.offset : chunk.span.end], health)
-
-        pool = ThreadPoolExecutor(READERS)
-        try:
-            for _ in pool.map(read, numbers):
-                pass
-        finally:
-            # What is not there must not cost the memory of the rest, only because a manifest speaks of it.
-            pool.shutdown(cancel_futures=True)
-        if health.wanting:
-            # Older versions and other jobs share these packs, and want what they have of them.
-            everything = itertools.chain([manifest], self.lineage.everything())
-            self._replicas.repair(everything, health, only=health.wanting)
-        self.health.add(health)
-
-
-@contextlib.contextmanager
-def _enough_memory(manifest: Manifest) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, OverflowError) as e:
-        raise Misconfigured(
-            f"{manifest.name} needs {manifest.size} bytes of memory, which this machine has not"
-        ) from e
+        return self._finish(copied, adopt, self._write_here)
 
 
 def _unchanged(known: Sequence[ChunkEntry | None], *dirty: Sequence[bool]) -> list[ChunkEntry | None]:

@@ -37,6 +37,8 @@ _MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 class DirectoryReplica:
     """Implements `ports.store.Replica`."""
 
+    near = True
+
     def __init__(self, path: Path, domain: str = "") -> None:
         self.path = path
         self.name = f"dir:{path}"

@@ -53,6 +53,8 @@ class Replicas:
     def __init__(self, replicas: Sequence[Replica], policy: ReplicaPolicy) -> None:
         self.replicas = tuple(replicas)
         self.policy = policy
+        near_first = policy.placement == "near"
+        self._to_read = tuple(sorted(replicas, key=lambda r: near_first and not r.near))
         names = [r.name for r in replicas]
         if len(set(names)) != len(names) or len(names) != policy.replicas:
             raise Misconfigured(
@@ -133,7 +135,7 @@ class Replicas:
         health = health or Health()
         asked: list[str] = []
         bad: list[Replica] = []
-        for replica in self.replicas:
+        for replica in self._to_read:
             asked.append(replica.name)
             try:
                 data = replica.get_manifest(name)
@@ -165,7 +167,7 @@ class Replicas:
         """Fill `into` with the chunk's bytes, from whichever replica has them right."""
         health = health or Health()
         asked: list[str] = []
-        for replica in self.replicas:
+        for replica in self._to_read:
             asked.append(replica.name)
             try:
                 there = replica.read_pack(entry.pack, entry.at, into)

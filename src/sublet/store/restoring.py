@@ -69,6 +69,16 @@ def _joined(path: str, key: Any, seen: list[str]) -> str:
     return joined
 
 
+def part_of(state: Any, path: str) -> Any:
+    """What lies at this path of a state that was loaded with nothing else in it."""
+    while path:
+        if not isinstance(state, dict):
+            raise BadInput(f"there is no {path[:200]!r} in it")
+        key = next(k for k in state if path == str(k) or path.startswith(f"{k}."))
+        state, path = state[key], path[len(str(key)) + 1 :]
+    return state
+
+
 def storages_of(tree: Any, manifest: Manifest) -> set[int]:
     """What memory a tree needs."""
     needed: set[int] = set()

@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,13 @@ _SIZES = {
     "I16": 2,
     "U16": 2,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    tensors: int
+    bytes: int
+    left_out: int  # values that are no tensors
 
 
 def tensors_of(state: Any) -> tuple[dict[str, Any], int]:
@@ -95,8 +103,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str
         file.write(len(text).to_bytes(8, "little") + text)
         for memory in parts:
             file.write(memory)
-        file.flush()
-        os.fsync(file.fileno())
     return 8 + len(text) + end
 
 
@@ -106,12 +112,9 @@ def whole_file(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     try:
         yield draft
+        _sync(draft)
         os.replace(draft, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(path.parent)
     except OSError as e:
         raise NotDurable(
             f"{path} was not written: {e.strerror or e}; the checkpoint is untouched",
@@ -119,6 +122,14 @@ def whole_file(path: Path) -> Iterator[Path]:
         ) from e
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _item_size(tensor: Any) -> int:
