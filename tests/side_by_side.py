@@ -1,7 +1,7 @@
-"""`python -m tests.side_by_side [pytest options]`: the whole suite as two pytest runs at once.
+"""`python -m tests.side_by_side [pytest options]`: the whole suite as three pytest runs at once.
 
-Most tests here wait for real time to pass (a ttl, a deadline, a storm), so two of them share two cores well. The second run's output is
-shown when the first is over; the exit code is the worse of both.
+Most tests here wait for real time to pass (a ttl, a deadline, a storm) or for a disk, so three of them share two cores well. The output of
+the second and third is shown when the first is over; the exit code is the worst of all.
 """
 
 from __future__ import annotations
@@ -10,32 +10,40 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
 TESTS = Path(__file__).parent
-#: Those that wait most; the other run takes whatever else there is.
-WAITING = ("hosting", "runtime", "storms")
+#: The first run takes whatever is in none of these.
+BESIDE = (("hosting", "runtime", "storms"), ("store",))
 
 
 def main() -> int:
-    others = sorted(
+    elsewhere = {name for group in BESIDE for name in group}
+    first = sorted(
         p
         for p in TESTS.iterdir()
-        if (p.is_dir() and (p / "__init__.py").exists()) or p.name.startswith("test_")
+        if p.name not in elsewhere
+        and ((p.is_dir() and (p / "__init__.py").exists()) or p.name.startswith("test_"))
     )
-    halves = [[p for p in others if p.name not in WAITING], [TESTS / name for name in WAITING]]
     command = [sys.executable, "-m", "pytest", *sys.argv[1:]]
-    with tempfile.TemporaryFile() as output:
-        second = subprocess.Popen([*command, *map(str, halves[1])], stdout=output, stderr=subprocess.STDOUT)
-        try:
-            first = subprocess.run([*command, *map(str, halves[0])], check=False)
-            code = second.wait()
-        finally:
-            second.kill()
-        output.seek(0)
-        print(f"--- beside it: {', '.join(WAITING)}", flush=True)
-        sys.stdout.buffer.write(output.read())
-        sys.stdout.flush()
-    return max(first.returncode, code)
+    beside: list[tuple[tuple[str, ...], subprocess.Popen[bytes], IO[bytes]]] = []
+    try:
+        for group in BESIDE:
+            output = tempfile.TemporaryFile()  # noqa: SIM115  # read when the run is over
+            run = [*command, *(str(TESTS / name) for name in group)]
+            beside.append((group, subprocess.Popen(run, stdout=output, stderr=subprocess.STDOUT), output))
+        codes = [subprocess.run([*command, *map(str, first)], check=False).returncode]
+        for group, process, output in beside:
+            codes.append(process.wait())
+            output.seek(0)
+            print(f"--- beside it: {', '.join(group)}", flush=True)
+            sys.stdout.buffer.write(output.read())
+            sys.stdout.flush()
+    finally:
+        for _, process, output in beside:
+            process.kill()
+            output.close()
+    return max(codes)
 
 
 if __name__ == "__main__":

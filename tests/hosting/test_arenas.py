@@ -79,7 +79,7 @@ def test_it_is_there_when_its_process_is_gone_and_given_once(tmp_path: Path, hol
     os.close(found.fd)
     assert asking.fetch("job", DIGEST) is None
     assert not holder.holding()
-    assert held_by_us() == 0
+    wait_until(lambda: held_by_us() == 0)  # the holder's thread closes its own a moment later
 
 
 def test_nothing_is_given_while_its_process_lives(tmp_path: Path, holder: ArenaHolder) -> None:
@@ -106,7 +106,7 @@ def test_the_newest_replaces_and_a_drop_forgets(tmp_path: Path, holder: ArenaHol
     end(keeper(tmp_path, "abc"))
     asking.drop("job")
     assert asking.fetch("job", DIGEST) is None
-    assert held_by_us() == 0
+    wait_until(lambda: held_by_us() == 0)  # the holder's thread closes its own a moment later
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to be somebody else")
@@ -130,7 +130,7 @@ def test_held_for_a_while_only(tmp_path: Path) -> None:
         assert holder.holding(), "as long as the process lives it costs nothing"
         end(process)
         wait_until(lambda: not holder.holding())
-        assert held_by_us() == 0
+        wait_until(lambda: held_by_us() == 0)  # the holder's thread closes its own a moment later
 
 
 def test_held_up_to_so_many_bytes(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_without_a_holder_there_is_nothing(tmp_path: Path) -> None:
     asking.keep("job", fd, 10, DIGEST, b"m")
     asking.drop("job")
     os.close(fd)
-    assert held_by_us() == 0
+    wait_until(lambda: held_by_us() == 0)  # the holder's thread closes its own a moment later
 
 
 def test_nonsense_does_not_end_it(tmp_path: Path, holder: ArenaHolder) -> None:
@@ -185,4 +185,4 @@ def test_nonsense_does_not_end_it(tmp_path: Path, holder: ArenaHolder) -> None:
     found = HeldArenas(tmp_path, "arenas").fetch("job", DIGEST)
     assert found is not None
     os.close(found.fd)
-    assert held_by_us() == 0
+    wait_until(lambda: held_by_us() == 0)  # the holder's thread closes its own a moment later
