@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -56,6 +57,22 @@ def test_there_and_back(home: Home, tmp_path: Path) -> None:  # noqa: F811
     events = [e["kind"] for e in as_json(home, "journal", "tail")]
     assert events.count("head.adopted") == 2, "an import is written down"
     assert sublet(home, "journal", "verify").returncode == 0
+
+
+def test_arrays_become_tensors(home: Home, tmp_path: Path) -> None:  # noqa: F811
+    """What torch's weights-only reader takes, without being told whom to trust."""
+    state = {
+        "a": np.arange(3, dtype=">i4"),
+        "s": np.float32(2.5),
+        "l": [np.ones((2, 0)), (np.array(True),)],
+        "t": b"x",
+    }
+    with library.checkpoints() as store, library.gpu(vram="1GiB", ttl="1m") as lease:
+        store.save("n", state, expected_version=0, lease=lease)
+    assert sublet(home, "checkpoint", "restore", "n", str(tmp_path / "n.pt")).returncode == 0
+    loaded = torch.load(tmp_path / "n.pt", weights_only=True)
+    assert (loaded["a"].tolist(), float(loaded["s"]), loaded["t"]) == ([0, 1, 2], 2.5, b"x")
+    assert (loaded["l"][0].shape, bool(loaded["l"][1][0])) == ((2, 0), True)
 
 
 def test_wrong_words(home: Home, tmp_path: Path) -> None:  # noqa: F811

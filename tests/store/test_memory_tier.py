@@ -16,6 +16,7 @@ import pytest
 
 from sublet.core.errors import Damaged, NotFound
 from sublet.hosting.arenas import ArenaHolder, HeldArenas
+from sublet.store.arena import Arena
 from sublet.store.checkpoints import CheckpointStore
 from sublet.store.packing import digest
 from sublet.store.replicas import Replicas
@@ -33,6 +34,7 @@ from sublet.core.checkpoint import ReplicaPolicy
 from sublet.hosting.arenas import HeldArenas
 from sublet.ledger.sqlite import open_ledger
 from sublet.ports.ledger import LeaseKey
+from sublet.store.arena import Arena
 from sublet.store.checkpoints import CheckpointStore
 from sublet.store.directory import DirectoryReplica
 from sublet.store.replicas import Replicas
@@ -237,3 +239,40 @@ def test_prefetching_what_is_not_there_says_nothing_until_it_is_loaded(shelf: Sh
     store.prefetch(JOB)
     with pytest.raises(NotFound, match="nothing was saved"):
         store.load(JOB, into=blank())
+
+
+def test_an_arena_that_could_shrink_is_not_mapped(tmp_path: Path) -> None:
+    """Whoever else has it could take the pages away under a read, and the reader would die of it."""
+    fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    with pytest.raises(ValueError, match="shrink"):
+        Arena(8192, fd)
+    os.close(fd)
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(8192)
+        with pytest.raises((ValueError, OSError)):
+            Arena(8192, file.fileno())
+
+
+def test_an_arena_that_was_not_made_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises((OSError, OverflowError)):
+        Arena(1 << 62)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_was_only_loaded_is_there_after_the_next_restart_too(shelf: Shelf, arenas: Path) -> None:
+    again = "store.close(); store = CheckpointStore(replicas, lambda: ledger, HeldArenas(Path(arenas), 'arenas')); store.load(job, into=state)"
+    save_and(shelf, arenas, 7, then=again)
+    lose_all(shelf)
+    live = blank()
+    opened(shelf, arenas).load(JOB, into=live)
+    assert is_state(live, 7)
+
+
+def test_an_older_version_is_not_what_lies_in_memory(shelf: Shelf, arenas: Path) -> None:
+    shelf.save({"a": np.full(3 << 20, 1, np.uint8), "b": np.full(100, 6, np.uint8)}, 0)
+    save_and(shelf, arenas, 7)
+    live = blank()
+    opened(shelf, arenas).load(JOB, version=1, into=live)
+    assert is_state(live, 6)

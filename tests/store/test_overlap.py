@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -162,3 +164,38 @@ def test_something_else_than_an_optimizer(shelf: Shelf) -> None:
     with pytest.raises(BadInput, match="torch optimizers, not dict"):
         shelf.store.save_behind(JOB, {}, expected_version=0, lease=shelf.lease, overlap={})
     assert shelf.save({"x": 1}, 0).version == 1
+
+
+def test_memory_that_others_write_to_as_well_does_not_wait(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters and a running mean in one flat storage: the forward pass writes to the one, and torch counts nothing."""
+    flat = torch.zeros(8)
+    parameter = torch.nn.Parameter(torch.empty(0))
+    parameter.data = flat[:4]
+    optim = torch.optim.SGD([parameter], lr=1)
+    state = {"p": parameter, "mean": flat.data[4:]}
+    taken = take_apart(state)
+    assert Owned(optim).split(taken) == ([0], [])
+    both = torch.nn.Parameter(torch.empty(0))
+    both.data = flat[4:].view(2, 2).t()
+    assert Owned([optim, torch.optim.SGD([both], lr=1)]).split(taken) == ([], [0]), "all of it is owned"
+    ends = [torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.empty(0))]
+    ends[0].data, ends[1].data = flat[:2], flat[6:]
+    assert Owned(torch.optim.SGD(ends, lr=1)).split(taken) == ([0], []), "what lies between them is not"
+    expanded = torch.nn.Parameter(torch.zeros(4)[::2].expand(2, 2), requires_grad=False)
+    assert (
+        Owned(torch.optim.SGD([expanded], lr=1)).split(take_apart({"e": expanded, "x": expanded[0]}))[1] == []
+    )
+
+
+def test_what_was_copied_is_let_go(shelf: Shelf) -> None:
+    model, optim = made(6)
+    state = state_of(model, optim)
+    state["loose"] = torch.zeros(3)
+    gone = weakref.ref(state["loose"])
+    saving = shelf.store.save_behind(JOB, state, expected_version=0, lease=shelf.lease, overlap=optim)
+    del state
+    saving.result(30)
+    gc.collect()
+    assert gone() is None

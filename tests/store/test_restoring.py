@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
-from sublet.core.errors import BadInput
+from sublet.core.errors import BadInput, Damaged
 from sublet.store.arena import Arena
 
 from .rig import JOB, Shelf
@@ -124,3 +126,103 @@ def test_a_load_beside_a_save_does_not_touch_its_arena(shelf: Shelf, monkeypatch
     monkeypatch.setattr(shelf.store, "_write_elsewhere", loading)
     shelf.store.save_behind(JOB, two, expected_version=1, lease=shelf.lease).result(30)
     assert (shelf.load()["a"] == 2).all()
+
+
+def test_targets_that_cannot_take_it_are_refused_before_anything_is_copied(shelf: Shelf) -> None:
+    shelf.save({"n": 1, "a": torch.ones(4), "b": torch.ones(4)}, 0)
+    for target in (
+        torch.empty(4, device="meta"),
+        torch.zeros(1).expand(4),
+        torch.zeros(4).to_sparse(),
+        np.broadcast_to(np.zeros(1, np.float32), 4),
+    ):
+        live = {"n": 0, "a": torch.zeros(4), "b": target}
+        with pytest.raises(BadInput, match=r"state\['b'\]"):
+            shelf.load(into=live)
+        assert live["n"] == 0
+        assert not live["a"].any()
+
+
+def test_names_that_are_the_beginning_of_others(shelf: Shelf, tmp_path: Path) -> None:
+    state = {"a": {"c": 1}, "a.b": {"w": torch.ones(2)}, "": {"x": torch.ones(1)}, 3: {"w": torch.ones(3)}}
+    shelf.save(state, 0)
+    assert shelf.load(keys=["a.b"]).keys() == {"a.b"}
+    done = shelf.open().export(JOB, tmp_path / "w.safetensors", weights="a.b")
+    assert (done.tensors, done.left_out) == (1, 0)
+    assert shelf.load(keys=["3"]).keys() == {3}
+    assert shelf.load(keys=[]) == {}
+
+
+def test_a_tuple_for_a_key_cannot_be_named(shelf: Shelf, tmp_path: Path) -> None:
+    shelf.save({(1, 2): {"w": torch.ones(2)}}, 0)
+    with pytest.raises(BadInput):
+        shelf.open().export(JOB, tmp_path / "w.safetensors", weights="(1, 2)")
+    with pytest.raises(BadInput):
+        shelf.open().export(JOB, tmp_path / "w.safetensors", weights="{'$tuple': [1, 2]}")
+
+
+def test_no_keys_of_what_is_no_dict(shelf: Shelf) -> None:
+    shelf.save([1, torch.ones(2)], 0)
+    with pytest.raises(BadInput, match="no dict"):
+        shelf.load(keys=[])
+
+
+def test_an_export_says_the_version_it_has(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the head moves meanwhile."""
+    shelf.save({"w": torch.full((4,), 1.0)}, 0)
+    store = shelf.open()
+    real = store._load_apart
+
+    def moving(*args: Any) -> Any:
+        state = real(*args)
+        shelf.save({"w": torch.full((4,), 2.0)}, 1)
+        return state
+
+    monkeypatch.setattr(store, "_load_apart", moving)
+    file = tmp_path / "w.safetensors"
+    store.export(JOB, file)
+    with safe_open(file, "pt") as found:
+        assert found.metadata()["sublet.version"] == "1"
+        assert found.get_tensor("w").tolist() == [1.0] * 4
+
+
+def test_what_another_process_saved_since_is_read(shelf: Shelf) -> None:
+    """The arena has a state of the same layout, and not the one that is wanted."""
+    shelf.save({"a": np.full(BIG, 1, np.uint8), "b": np.full(9, 1, np.uint8)}, 0)
+    shelf.open().save(
+        JOB,
+        {"a": np.full(BIG, 1, np.uint8), "b": np.full(9, 2, np.uint8)},
+        expected_version=1,
+        lease=shelf.lease,
+    )
+    live = {"a": np.zeros(BIG, np.uint8), "b": np.zeros(9, np.uint8)}
+    shelf.store.load(JOB, into=live)
+    assert (live["a"] == 1).all()
+    assert (live["b"] == 2).all()
+
+
+def test_an_arena_is_not_believed_after_a_load_that_failed(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = ({"a": np.full(BIG, n, np.uint8)} for n in (1, 2))
+    shelf.save(one, 0)
+    slot = shelf.store._slots.get(JOB)
+    assert slot is not None
+    assert slot.written == {}, "what was committed is the head's; what else it wrote a sweep may delete"
+    shelf.open().save(JOB, two, expected_version=1, lease=shelf.lease)
+
+    def torn(entry: Any, into: memoryview, health: Any) -> None:
+        into[: BIG // 2] = b"\x09" * (BIG // 2)
+        raise Damaged("no copy is good")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf.store._replicas, "chunk", torn)
+        live = {"a": np.zeros(BIG, np.uint8)}
+        with pytest.raises(Damaged):
+            shelf.store.load(JOB, into=live)
+        assert not live["a"].any()
+    shelf.open().save(JOB, one, expected_version=2, lease=shelf.lease)
+    shelf.store.load(JOB, into=live)
+    assert (live["a"] == 1).all()

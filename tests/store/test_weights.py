@@ -176,3 +176,18 @@ def test_a_pt_is_read_without_running_code(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(BadInput):
             read_weights(tmp_path / name)
     assert not Path("canary-fired").exists()
+
+
+def test_a_tensor_may_not_be_called_what_the_format_calls_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    with pytest.raises(BadInput, match="__metadata__"):
+        write_safetensors(file, {"__metadata__": torch.ones(2)}, {})
+    assert not file.exists()
+
+
+def test_a_shape_no_memory_has(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    text = json.dumps({"w": {"dtype": "F32", "shape": [0, 1 << 70], "data_offsets": [0, 0]}}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(Damaged):
+        read_weights(file)

@@ -16,7 +16,7 @@ from sublet.cli.output import json_option, print_json
 from sublet.cli.progress import progress_bar
 from sublet.core.errors import BadInput, MissingExtra
 from sublet.settings import load_settings
-from sublet.store.weights import whole_file
+from sublet.store.weights import as_tensors, whole_file
 from sublet.wiring import checkpoints, open_ledger
 
 version_option = click.option(
@@ -57,9 +57,12 @@ def restore(name: str, file: Path, version: str | None, keys: str, force: bool, 
     wanted = [key.strip() for key in keys.split(",") if key.strip()] or None
     with checkpoints() as store, progress_bar(sizes=True) as progress:
         found = store.manifest(name, _version(version))
-        state = store.load(name, version=_version(version), keys=wanted, progress=progress)
+        state = store.load(name, version=found.version, keys=wanted, progress=progress)
         with whole_file(target) as draft:
-            torch.save(state, draft)
+            try:
+                torch.save(as_tensors(state), draft)
+            except RuntimeError as e:  # torch's own writer, for a disk that is full
+                raise OSError(f"torch could not write it ({str(e).splitlines()[0][:100]})") from e
     told = {
         "name": name,
         "version": found.version,

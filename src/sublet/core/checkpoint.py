@@ -358,7 +358,9 @@ class ReplicaPolicy:
     write_quorum: int = 0  # 0: a majority
     read_quorum: int = 0  # 0: enough to meet every write quorum
     domains: tuple[str, ...] = ()  # what fails together; empty: each replica by itself
-    placement: str = "near"  # whom a read asks first: 'near' what is on this machine, 'listed' in the order they are named
+    placement: str = (
+        "near"  # whom a read asks first: 'near', those on this machine; 'listed', as they are named
+    )
     single_node: bool = False  # asked for by name: copies that may all be lost at once
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sublet.core.checkpoint import MAX_MANIFEST_BYTES
+from sublet.core.values import check_job
 from sublet.hosting.channel import reachable, receive_with_fds, send_with_fds
 from sublet.ports.memory import Remembered
 
@@ -33,6 +34,8 @@ PATIENCE_SECONDS = 2.0
 #: Who asks has its question ready: a silent one must not keep the others waiting.
 _ASKED_WITHIN_SECONDS = 0.25
 _LOOK_SECONDS = 5.0
+#: Each is three descriptors of the warden's.
+MOST_ARENAS = 200
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -43,6 +46,7 @@ class _Held:
     size: int
     digest: str
     process: int  # pidfd
+    pid: int
     died_at: float | None = None
 
     def close(self) -> None:
@@ -86,6 +90,9 @@ class ArenaHolder:
         os.write(self._stop_write, b"!")
         self._thread.join(timeout=PATIENCE_SECONDS + 1)
         self._listener.close()
+        if not self._thread.is_alive():
+            os.close(self._stop_read)
+        os.close(self._stop_write)
         with self._lock:
             while self._held:
                 self._held.popitem()[1].close()
@@ -138,10 +145,10 @@ class ArenaHolder:
             given: list[int] = []
             try:
                 order = json.loads(message)
-                answer, given = self._answer(order, (uid, str(order["job"])), pid, fds)
+                answer, given = self._answer(order, (uid, check_job(order["job"])), pid, fds)
                 send_with_fds(asker, json.dumps(answer).encode(), given)
-            except (ValueError, KeyError, TypeError, OSError) as e:
-                self._log(f"an arena was not held: {type(e).__name__}: {e}")
+            except Exception as e:  # whatever was said: it must not end what is held for others
+                self._log(f"an arena was not held: {type(e).__name__}: {str(e)[:200]!a}")
             finally:
                 for fd in (*fds, *given):
                     os.close(fd)
@@ -158,15 +165,35 @@ class ArenaHolder:
                 del self._held[key]
                 os.close(held.process)
                 return {"size": held.size}, [held.arena, held.manifest]
-            before = self._held.pop(key, None)
+            before = self._held.get(key)
+            held = None
+            if order["op"] == "keep":
+                if before is None and len(self._held) >= MOST_ARENAS:
+                    raise ValueError(f"{MOST_ARENAS} are held already")
+                held = _taken(order, pid, fds)
+            elif before is None or (before.pid != pid and not _is_dead(before.process)):
+                return {}, []  # only its own, or nobody's, is forgotten
             if before is not None:
-                before.close()
-            if order["op"] == "keep" and len(fds) == 2:
-                arena, manifest = (os.dup(fd) for fd in fds)
-                self._held[key] = _Held(
-                    arena, manifest, int(order["size"]), str(order["digest"]), os.pidfd_open(pid)
-                )
+                self._held.pop(key).close()
+            if held is not None:
+                self._held[key] = held
             return {}, []
+
+
+def _taken(order: dict[str, Any], pid: int, fds: list[int]) -> _Held:
+    """All of it, or an error and nothing: what is left open here is memory nobody gets back."""
+    arena, manifest = fds
+    digest = str(order["digest"])
+    # Looked at, not believed: how much is held decides what is let go.
+    size = os.fstat(arena).st_size
+    with contextlib.ExitStack() as undo:
+        copies = []
+        for fd in (arena, manifest):
+            copies.append(os.dup(fd))
+            undo.callback(os.close, copies[-1])
+        process = os.pidfd_open(pid)
+        undo.pop_all()
+    return _Held(copies[0], copies[1], size, digest, process, pid)
 
 
 class HeldArenas:
@@ -176,16 +203,16 @@ class HeldArenas:
         self._folder, self._name = folder, name
 
     def keep(self, job: str, fd: int, size: int, digest: str, manifest: bytes) -> None:
-        copy = os.memfd_create("sublet-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            copy = os.memfd_create("sublet-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
                 os.write(copy, manifest)
                 fcntl.fcntl(
                     copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
                 )
                 self._ask({"op": "keep", "job": job, "size": size, "digest": digest}, [fd, copy])
-        finally:
-            os.close(copy)
+            finally:
+                os.close(copy)
 
     def fetch(self, job: str, digest: str) -> Remembered | None:
         answer, fds = self._ask({"op": "fetch", "job": job, "digest": digest}, [])
@@ -193,16 +220,23 @@ class HeldArenas:
             for fd in fds:
                 os.close(fd)
             return None
-        with os.fdopen(fds[1], "rb") as manifest:
-            data = os.pread(manifest.fileno(), MAX_MANIFEST_BYTES + 1, 0)
+        try:
+            data = os.pread(fds[1], MAX_MANIFEST_BYTES + 1, 0)
+        except OSError:
+            os.close(fds[0])
+            return None
+        finally:
+            os.close(fds[1])
         return Remembered(fds[0], int(answer["size"]), data)
 
     def drop(self, job: str) -> None:
         self._ask({"op": "drop", "job": job}, [])
 
     def _ask(self, order: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.suppress(OSError, ValueError), sock:
+        with (
+            contextlib.suppress(OSError, ValueError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock,
+        ):
             sock.settimeout(PATIENCE_SECONDS)
             with reachable(self._folder, self._name) as path:
                 sock.connect(path)

@@ -39,13 +39,19 @@ class Arena:
         self.fd = fd
         if fd < 0 and shared:
             self.fd = os.memfd_create("sublet-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, self.size)
-            # Whoever maps it as well must not find it shorter one day.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        elif shared and os.fstat(self.fd).st_size < self.size:
-            raise ValueError("the arena is shorter than what should be in it")
         kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.map = mmap.mmap(self.fd, self.size, flags=kind)
+        try:
+            if fd < 0 and shared:
+                os.ftruncate(self.fd, self.size)
+                # Whoever maps it as well must not find it shorter one day.
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            elif shared:
+                _check_given(self.fd, self.size)
+            self.map = mmap.mmap(self.fd, self.size, flags=kind)
+        except BaseException:
+            if fd < 0 and shared:
+                os.close(self.fd)
+            raise
         self._anchor = ctypes.c_char.from_buffer(self.map)
         self.address = ctypes.addressof(self._anchor)
         self.view = memoryview(self.map)
@@ -115,6 +121,12 @@ class Arena:
             at += length
         return False
 
+    def abandon(self) -> None:
+        """Give the descriptor back, and leave the memory to the threads that may still write to it: it goes with the last of them."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
     def close(self) -> None:
         self.view.release()
         del self._anchor
@@ -122,6 +134,13 @@ class Arena:
             self.map.close()
         if self.fd >= 0:
             os.close(self.fd)
+
+
+def _check_given(fd: int, size: int) -> None:
+    if os.fstat(fd).st_size < size:
+        raise ValueError("the arena is shorter than what should be in it")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ValueError("the arena could shrink while it is read")
 
 
 def address_of(memory: memoryview) -> int:

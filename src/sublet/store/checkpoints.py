@@ -11,6 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -100,9 +101,19 @@ class CheckpointStore(Loading):
         self._owned: Owned | None = None
         self._writer = Writer()
         self._claimed = False
+        self._pid = os.getpid()
+
+    def _leave_the_parents(self) -> None:
+        """After a fork: its parent's threads are not here, nor who would free the locks they had."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._behind = self._owned = None
+            self._ahead = {}
+            self._writer = Writer()
 
     def close(self) -> None:
         """Waits for a save that is under way, then gives the memory of the last states back. What was loaded is the caller's."""
+        self._leave_the_parents()
         try:
             self.settle()
         finally:
@@ -154,21 +165,33 @@ class CheckpointStore(Loading):
         self.settle()
         owned = Owned(overlap) if overlap is not None else None
         copied = self._copy(name, state, expected_version, lease, schema, step, owned)
-        if owned is not None:
-            self._owned = owned
-            owned.finish_before_steps()
         commit = self._leased(lease)
-        self._behind = Saving(lambda: self._finish(copied, commit, self._write_elsewhere, owned))
-        return self._behind
+        saving = Saving(lambda: self._finish(copied, commit, self._write_elsewhere, owned))
+        try:
+            if owned is not None:
+                owned.finish_before_steps()
+            self._behind, self._owned = saving, owned
+            saving.begin()
+        except BaseException as e:
+            if isinstance(e, Exception) or not saving.has_begun():
+                self._behind = self._owned = None
+                copied.slot.in_use = False
+                if owned is not None:
+                    owned.let_steps_go()  # nobody will make the copy they would wait for
+            raise
+        return saving
 
     def settle(self) -> None:
         """Wait for the save that is under way, if there is one, and raise what went wrong with it. Said once."""
-        behind, self._behind = self._behind, None
-        owned, self._owned = self._owned, None
+        self._leave_the_parents()
+        behind, owned = self._behind, self._owned
+        if behind is None:
+            return
+        behind.wait()  # interrupted, it is still under way: the next save must not copy over what it writes
+        self._behind = self._owned = None
         if owned is not None:
             owned.let_steps_go()
-        if behind is not None:
-            behind.result()
+        behind.result()
 
     def _write_here(self, arena: Arena, spans: Sequence[Span]) -> Packed:
         return write_pack(arena.view, spans, self._replicas.replicas)
@@ -202,7 +225,11 @@ class CheckpointStore(Loading):
         known, slot.entries = slot.entries, [None] * len(layout.chunks)  # nothing, if the copy is interrupted
         fresh = all(entry is None for entry in known)
         now, later = owned.split(taken) if owned is not None else (None, [])
-        dirty = slot.arena.take(taken.storages, layout, all_new=fresh, only=now)
+        try:
+            dirty = slot.arena.take(taken.storages, layout, all_new=fresh, only=now)
+        except BaseException:
+            self._slots.abandon(name)
+            raise
         copied = _Copied(
             name=name,
             version=expected_version + 1,
@@ -361,14 +388,14 @@ class CheckpointStore(Loading):
     ) -> Exported:
         """Tensors to a `.safetensors` file, every byte verified first. `weights` names the part they are in ('model'), whose names
         they then have in the file; without it they have their whole paths."""
+        found = self.manifest(name, version)
         state = self.load(
-            name, version=version, keys=None if weights is None else [weights], progress=progress
+            name, version=found.version, keys=None if weights is None else [weights], progress=progress
         )
         part = state if weights is None else part_of(state, weights)
         tensors, others = tensors_of(part)
         if not tensors:
             raise BadInput(f"{weights or name} has no tensors to export")
-        found = self.manifest(name, version)
         about = {"sublet.name": name, "sublet.version": str(found.version), "sublet.step": str(found.step)}
         return Exported(
             tensors=len(tensors), bytes=write_safetensors(Path(path), tensors, about), left_out=others

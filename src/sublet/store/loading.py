@@ -93,9 +93,10 @@ class Loading(Upkeep):
 
     def _join_ahead(self, name: str | None = None) -> None:
         for key in [name] if name is not None else list(self._ahead):
-            thread = self._ahead.pop(key, None)
+            thread = self._ahead.get(key)
             if thread is not None:
-                thread.join()
+                thread.join()  # interrupted, it is still there for the next who must not be beside it
+                self._ahead.pop(key, None)
 
     def _recall(self, name: str) -> Manifest | None:
         head = self._ledger().head(check_job(name))
@@ -123,8 +124,14 @@ class Loading(Upkeep):
         if wanted:
             for number in wanted:
                 slot.entries[number] = None
-            wanted = self._verified(slot, manifest, wanted)
-            self._read(slot.arena, manifest, wanted)
+            try:
+                wanted = self._verified(slot, manifest, wanted)
+                self._read(slot.arena, manifest, wanted)
+            except Exception:
+                raise
+            except BaseException:
+                self._slots.abandon(manifest.name)
+                raise
             slot.entries = list(manifest.chunks)
             data = manifest_bytes(manifest)
             slot.settle_on(digest(data), manifest)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sublet.core.checkpoint import Manifest
-from sublet.core.errors import BadInput
+from sublet.core.errors import BadInput, Damaged
 
 COPIERS = 2
 
@@ -23,7 +23,10 @@ def only(manifest: Manifest, keys: Sequence[str]) -> Any:
     """The tree with nothing but the parts of these paths. `BadInput` for a path that names nothing."""
     found: set[str] = set()
     seen: list[str] = []
-    tree = _prune(manifest.tree, "", tuple(keys), found, seen)
+    try:
+        tree = _prune(manifest.tree, "", tuple(keys), found, seen, root=True)
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        raise Damaged(f"the checkpoint's tree is not one of ours: {type(e).__name__}: {str(e)[:200]}") from e
     for key in keys:
         if key not in found:
             near = difflib.get_close_matches(key, seen, n=3, cutoff=0.3) or seen[:5]
@@ -31,13 +34,20 @@ def only(manifest: Manifest, keys: Sequence[str]) -> Any:
                 f"{manifest.name} version {manifest.version} has nothing called {key[:200]!r}",
                 remedy=f"it has, for example, {', '.join(near)}" if near else "it is no dict: load all of it",
             )
+    if tree is _NOTHING:
+        raise BadInput(
+            f"{manifest.name} version {manifest.version} is no dict, of which parts could be wanted",
+            remedy="load all of it",
+        )
     return tree
 
 
 _NOTHING = object()
 
 
-def _prune(value: Any, path: str, keys: Sequence[str], found: set[str], seen: list[str]) -> Any:
+def _prune(
+    value: Any, path: str, keys: Sequence[str], found: set[str], seen: list[str], *, root: bool = False
+) -> Any:
     if path and (path in keys or any(path.startswith(f"{key}.") for key in keys)):
         found.update(key for key in keys if key == path)
         _mark_within(value, path, keys, found)
@@ -49,11 +59,13 @@ def _prune(value: Any, path: str, keys: Sequence[str], found: set[str], seen: li
     mark = next(iter(value), "")
     if mark in ("$dict", "$ordered"):
         pairs = [(k, _prune(v, _joined(path, k, seen), keys, found, seen)) for k, v in value[mark]]
-        return {mark: [[k, v] for k, v in pairs if v is not _NOTHING]}
+        left = [[k, v] for k, v in pairs if v is not _NOTHING]
+        return {mark: left} if left or root else _NOTHING
     if mark.startswith("$"):
         return _NOTHING
     members = {k: _prune(v, _joined(path, k, seen), keys, found, seen) for k, v in value.items()}
-    return {k: v for k, v in members.items() if v is not _NOTHING}
+    kept = {k: v for k, v in members.items() if v is not _NOTHING}
+    return kept if kept or root else _NOTHING
 
 
 def _mark_within(value: Any, path: str, keys: Sequence[str], found: set[str]) -> None:
@@ -71,12 +83,23 @@ def _joined(path: str, key: Any, seen: list[str]) -> str:
 
 def part_of(state: Any, path: str) -> Any:
     """What lies at this path of a state that was loaded with nothing else in it."""
-    while path:
-        if not isinstance(state, dict):
-            raise BadInput(f"there is no {path[:200]!r} in it")
-        key = next(k for k in state if path == str(k) or path.startswith(f"{k}."))
-        state, path = state[key], path[len(str(key)) + 1 :]
-    return state
+    found = list(_parts_of(state, path))
+    if len(found) != 1:
+        raise BadInput(
+            f"there is no {path[:200]!r} in it"
+            if not found
+            else f"{path[:200]!r} may be {len(found)} things",
+            remedy="name a part of texts and numbers that only one thing is called",
+        )
+    return found[0]
+
+
+def _parts_of(state: Any, path: str) -> Iterator[Any]:
+    for key, member in state.items() if isinstance(state, dict) else ():
+        if path == str(key):
+            yield member
+        elif path.startswith(f"{key}."):
+            yield from _parts_of(member, path[len(str(key)) + 1 :])
 
 
 def storages_of(tree: Any, manifest: Manifest) -> set[int]:
@@ -175,11 +198,23 @@ def _check_fits(source: Any, target: Any, path: str, part: bool) -> None:
             raise BadInput(f"{path} has another shape or type than what was saved")
         if getattr(getattr(target, "flags", None), "writeable", True) is False:
             raise BadInput(f"{path} may not be written to")
+        if hasattr(target, "copy_"):
+            _check_takes(target, path)
         return
     else:
         return
     for key in _members(source, target, part):
         _check_fits(source[key], target[key], f"{path}[{key!r}]", part)
+
+
+def _check_takes(tensor: Any, path: str) -> None:
+    """torch would say it in the middle of the copy, or, of tensors without memory, nothing at all."""
+    if tensor.is_meta:
+        raise BadInput(f"{path} has no memory to restore into", remedy="make it with .to_empty() first")
+    if str(tensor.layout) != "torch.strided":
+        raise BadInput(f"{path} is no dense tensor", remedy="make it dense with .to_dense()")
+    if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise BadInput(f"{path} has several elements in one place", remedy="make it whole with .contiguous()")
 
 
 def _replace(source: Any, target: Any) -> Iterator[tuple[Any, Any]]:

@@ -8,13 +8,14 @@ Rules of this file:
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sublet.core.checkpoint import ChunkEntry, Layout
-from sublet.core.errors import BadInput, Unsavable
+from sublet.core.errors import BadInput, Misconfigured, Unsavable
 from sublet.store.arena import address_of
 from sublet.store.slots import Slot
 from sublet.store.tree import Taken
@@ -35,9 +36,23 @@ class Saving:
         self._outcome: Saved | BaseException | None = None
         # Not a daemon: a program that comes to its end waits for its last save.
         self._thread = threading.Thread(target=self._run, args=(work,), name="sublet-save")
-        self._thread.start()
+        self._runs = threading.Event()
+
+    def begin(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as e:
+            raise Misconfigured(
+                f"the save was not begun: {e}; nothing was written",
+                remedy="let the process have more threads (ulimit -u, pids of its container), or use save()",
+            ) from e
+
+    def has_begun(self) -> bool:
+        """Also if whoever began it was interrupted there."""
+        return self._runs.wait(1)
 
     def _run(self, work: Callable[[], Saved]) -> None:
+        self._runs.set()
         try:
             self._outcome = work()
         except BaseException as e:
@@ -47,10 +62,14 @@ class Saving:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until it is over, whatever became of it."""
+        self._thread.join(timeout)
+        return self.done
+
     def result(self, timeout: float | None = None) -> Saved:
         """Wait for it. Raises what went wrong, or `TimeoutError` when it is still under way."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self.wait(timeout):
             raise TimeoutError("the save is still under way")
         if isinstance(self._outcome, BaseException):
             raise self._outcome
@@ -78,10 +97,19 @@ class Owned:
         self._copy: Callable[[], None] = lambda: None
         self._is_copied = threading.Event()
         self._hooks: list[Any] = []
+        self._pid = os.getpid()
 
     def split(self, taken: Taken) -> tuple[list[int], list[int]]:
-        """The storages that must be copied now, and those that may wait."""
-        owned = {t.untyped_storage().data_ptr() for t in self._tensors if t.device.type == "cpu"}
+        """The storages that must be copied now, and those that may wait: all of whose bytes are owned. What shares a storage with
+        a parameter may be written to by anybody."""
+        parts: dict[int, set[tuple[int, int]]] = {}
+        sizes: dict[int, int] = {}
+        for tensor in self._tensors:
+            if tensor.device.type == "cpu" and _is_dense(tensor):
+                storage, first = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+                sizes[storage.data_ptr()] = storage.nbytes()
+                parts.setdefault(storage.data_ptr(), set()).add((first, first + tensor.nbytes))
+        owned = {at for at, spans in parts.items() if _reach(spans) >= sizes[at]}
         now: list[int] = []
         later: list[int] = []
         for number, memory in enumerate(taken.storages):
@@ -112,7 +140,8 @@ class Owned:
             self._hooks.append(optimizer.register_step_pre_hook(self._hold_back))
 
     def _hold_back(self, *_: Any) -> None:
-        self._is_copied.wait()
+        if self._pid == os.getpid():  # a forked child has its own parameters, and nobody who copies them
+            self._is_copied.wait()
 
     def copied(self) -> None:
         """Called by the thread of the save. What counts the writes that torch knows of must not have counted any before the step."""
@@ -120,6 +149,7 @@ class Owned:
             self._copy()
             changed = [t._version for t in self._tensors] != self._versions
         finally:
+            self._copy = lambda: None  # it knows the whole state, which may be freed
             self._is_copied.set()
         if changed:
             raise Unsavable(
@@ -131,3 +161,19 @@ class Owned:
         """Called by the training thread, between steps: a hook cannot take itself away."""
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether it has every byte from its first to its last, once."""
+    reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(tensor.numel() == reach)
+
+
+def _reach(spans: set[tuple[int, int]]) -> int:
+    """How far they go from the beginning without a gap."""
+    end = 0
+    for first, last in sorted(spans):
+        if first > end:
+            break
+        end = max(end, last)
+    return end

@@ -70,6 +70,11 @@ class Slots:
         if self.get(name) is not None:
             self._slots.pop(name).arena.close()
 
+    def abandon(self, name: str) -> None:
+        """What filled its arena was interrupted, and threads of it may not have noticed yet: nobody uses that arena again."""
+        if self.get(name) is not None:
+            self._slots.pop(name).arena.abandon()
+
     def close(self) -> None:
         """Give all memory back, also what the host would remember."""
         for name in list(self._slots):

@@ -79,6 +79,20 @@ def tensors_of(state: Any) -> tuple[dict[str, Any], int]:
     return found, others
 
 
+def as_tensors(state: Any) -> Any:
+    """The same with torch's tensors for NumPy's numbers, which is all that torch's weights-only reader takes."""
+    torch, numpy = import_module("torch"), import_module("numpy")
+    if isinstance(state, dict):
+        return {key: as_tensors(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(as_tensors(value) for value in state)
+    if isinstance(state, (numpy.ndarray, numpy.generic)) and state.dtype.kind in "biufc":
+        plain = numpy.array(state, dtype=state.dtype.newbyteorder("="))
+        with contextlib.suppress(TypeError):  # a type torch has not
+            return torch.from_numpy(plain)
+    return state
+
+
 # --- out -----------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +103,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str
     end = 0
     # Widest first, as others write it: every tensor is then aligned.
     for name in sorted(tensors, key=lambda n: (-_item_size(tensors[n]), n)):
+        if name == "__metadata__":
+            raise BadInput(
+                "a .safetensors file cannot have a tensor called __metadata__", remedy="export another part"
+            )
         kind, memory = _bytes_of(tensors[name], name)
         header[name] = {
             "dtype": kind,
@@ -207,7 +225,7 @@ def _entries(header: Any, size: int) -> dict[str, tuple[str, tuple[int, ...], in
         if kind not in _TORCH_TYPES:
             raise ValueError(f"{name[:100]!r} has the type {str(kind)[:20]!r}")
         numbers = [first, last, *shape]
-        if len(shape) > 64 or any(type(n) is not int or n < 0 for n in numbers):
+        if len(shape) > 64 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers):
             raise ValueError(f"{name[:100]!r} has no proper shape or place")
         if not first <= last <= size or last - first != math.prod(shape) * _SIZES.get(kind, 1):
             raise ValueError(f"{name[:100]!r} does not fit where it should lie")
