@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import mmap
 import os
 from collections.abc import Sequence
@@ -82,44 +83,37 @@ class Arena:
         only: Sequence[int] | None = None,
     ) -> list[bool]:
         """Copy the storages in, or only those of these numbers; for each chunk, whether it is different from what lay there."""
-        pieces: list[tuple[int, Span, memoryview]] = []
+        pieces = self._pieces(storages, layout, range(len(storages)) if only is None else only)
+        dirty = [all_new] * len(layout.chunks)
+        if len(pieces) > 1 and layout.size > 4 * _PIECE:
+            with ThreadPoolExecutor(THREADS) as pool:
+                changed = itertools.chain.from_iterable(pool.map(_put, _batches(pieces)))
+        else:
+            changed = itertools.chain(_put(pieces))
+        for number in changed:
+            dirty[number] = True
+        return dirty
+
+    def _pieces(
+        self, storages: Sequence[memoryview], layout: Layout, numbers: Sequence[int]
+    ) -> list[tuple[int, int, int, int]]:
+        """Chunk, where to, where from and how much of each part of a storage that lies in one chunk."""
+        pieces = []
         chunk = 0
-        numbers = range(len(storages)) if only is None else only
         for number in sorted(numbers, key=lambda n: layout.storages[n].offset):
-            place, memory = layout.storages[number], storages[number]
+            place = layout.storages[number]
             if not place.size:
                 continue
+            source = address_of(storages[number]) - place.offset
             while layout.chunks[chunk].end <= place.offset:
                 chunk += 1
             at, first = place.offset, chunk
             while at < place.end:
                 end = min(place.end, layout.chunks[first].end)
-                pieces.append((first, Span(at, end - at), memory[at - place.offset : end - place.offset]))
+                pieces.append((first, self.address + at, source + at, end - at))
                 at = end
                 first += 1
-        dirty = [all_new] * len(layout.chunks)
-        if len(pieces) > 1 and layout.size > 4 * _PIECE:
-            with ThreadPoolExecutor(THREADS) as pool:
-                changed = list(pool.map(self._put, pieces))
-        else:
-            changed = [self._put(piece) for piece in pieces]
-        for (number, _, _), different in zip(pieces, changed, strict=True):
-            dirty[number] = dirty[number] or different
-        return dirty
-
-    def _put(self, piece: tuple[int, Span, memoryview]) -> bool:
-        _, span, memory = piece
-        source = address_of(memory)
-        target = self.address + span.offset
-        at = 0
-        while at < span.size:
-            length = min(_PIECE, span.size - at)
-            if _libc.memcmp(target + at, source + at, length):
-                # From the first difference on a plain copy: comparing what will be copied anyway only reads it twice.
-                _libc.memmove(target + at, source + at, span.size - at)
-                return True
-            at += length
-        return False
+        return pieces
 
     def abandon(self) -> None:
         """Give the descriptor back, and leave the memory to the threads that may still write to it: it goes with the last of them."""
@@ -134,6 +128,37 @@ class Arena:
             self.map.close()
         if self.fd >= 0:
             os.close(self.fd)
+
+
+def _batches(pieces: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
+    """A few for each thread, of as many bytes: handing out each piece by itself costs more than the small ones take."""
+    most = sum(size for *_, size in pieces) // (4 * THREADS) + 1
+    batches: list[list[tuple[int, int, int, int]]] = [[]]
+    taken = 0
+    for piece in pieces:
+        if taken >= most:
+            batches.append([])
+            taken = 0
+        batches[-1].append(piece)
+        taken += piece[3]
+    return batches
+
+
+def _put(pieces: Sequence[tuple[int, int, int, int]]) -> list[int]:
+    """Chunks that were different."""
+    changed = []
+    memcmp, memmove = _libc.memcmp, _libc.memmove
+    for chunk, target, source, size in pieces:
+        at = 0
+        while at < size:
+            length = min(_PIECE, size - at)
+            if memcmp(target + at, source + at, length):
+                # From the first difference on a plain copy: comparing what will be copied anyway only reads it twice.
+                memmove(target + at, source + at, size - at)
+                changed.append(chunk)
+                break
+            at += length
+    return changed
 
 
 def _check_given(fd: int, size: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import json
 import struct
 import sys
@@ -234,12 +235,14 @@ class _Taker:
         at = (storage.data_ptr(), storage.nbytes())
         number = self._torch_storages.get(at)
         if number is None or storage.nbytes() == 0:
-            if storage.nbytes():
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-                memory = memoryview(whole.numpy())
-            else:
-                whole, memory = plain, memoryview(b"")
-            number = self._torch_storages[at] = self._add_storage(memory, (whole, plain))
+            # Not by way of a tensor and an array: hundreds of these are made while training waits.
+            size = storage.nbytes()
+            memory = (
+                memoryview((ctypes.c_ubyte * size).from_address(storage.data_ptr())).cast("B")
+                if size
+                else memoryview(b"")
+            )
+            number = self._torch_storages[at] = self._add_storage(memory, (storage, plain))
         framework = "parameter" if isinstance(value, torch.nn.Parameter) else "torch"
         return TensorEntry(
             framework=framework,
