@@ -16,6 +16,7 @@ import pytest
 
 from sublet.hosting.arenas import ArenaHolder, HeldArenas
 from sublet.hosting.channel import reachable, receive_with_fds, send_with_fds
+from tests.conftest import need
 from tests.runtime.conftest import wait_until
 
 DIGEST = "d" * 64
@@ -110,8 +111,8 @@ def test_the_newest_replaces_and_a_drop_forgets(tmp_path: Path, holder: ArenaHol
     wait_until(lambda: held_by_us() == 0)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="takes root to be somebody else")
 def test_another_user_gets_nothing(tmp_path: Path, holder: ArenaHolder) -> None:
+    need(os.getuid() == 0, "root, to be somebody else")
     os.chmod(tmp_path, 0o755)
     for folder in tmp_path.parents:
         if folder.owner() == "root" and folder != Path("/"):

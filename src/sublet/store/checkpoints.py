@@ -45,7 +45,7 @@ from sublet.ports.memory import HostMemory
 from sublet.store.arena import Arena
 from sublet.store.background import Writer
 from sublet.store.lineage import is_digest
-from sublet.store.loading import Loading
+from sublet.store.loading import READERS, Loading
 from sublet.store.ownership import claim
 from sublet.store.packing import Packed, digest, write_pack
 from sublet.store.replicas import Kept, Replicas
@@ -56,7 +56,6 @@ from sublet.store.sweeping import Progress, quiet
 from sublet.store.tree import take_apart
 from sublet.store.weights import Exported, read_weights, tensors_of, write_safetensors
 
-READERS = 4
 #: How often the outcome of a commit is asked for when the connection broke under it.
 ASK_AGAIN = 5
 
