@@ -1,46 +1,80 @@
-"""What a process knows of the lease it works under, when it is a leased worker.
+"""What a process knows of the lease it works under: as a leased worker, or as a command that `sublet run` started.
 
 Rules of this file:
-- `hosting/worker.py` fills it once, before any user code runs; everywhere else it is only read.
-- The deadline lies in a page shared with the process that renews: no message is needed to see that it moved.
+- A worker's is filled once by `hosting/worker.py`, before any user code runs. A command's is found in the folder of its run, which
+  its environment names. Everywhere else it is only read.
+- The deadline lies in a page shared with the process that renews: no message is needed to see that it moved. The same page takes
+  the number of the step being worked on and of the last one committed, so that whoever survives this process knows what was lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
+import os
 import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from sublet.core.errors import LeaseLost
+from sublet.ports.ledger import LeaseKey
 
 PAGE_BYTES = 4096
 _DEADLINE = struct.Struct("<q")
+_STEPS = struct.Struct("<qq")
+_STEPS_AT = 8
+
+#: Files of a run, beside the one SUBLET_NOTICE_FILE names.
+KEY_FILE = "lease.key"
+PAGE_FILE = "page"
 
 
 def write_deadline(page: mmap.mmap, deadline_us: int) -> None:
     _DEADLINE.pack_into(page, 0, deadline_us)
 
 
+def read_steps(page: mmap.mmap) -> tuple[int, int]:
+    """The step being worked on, and the last one committed, as its process wrote them last."""
+    working_on, committed = _STEPS.unpack_from(page, _STEPS_AT)
+    return working_on, committed
+
+
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """Has what a GpuSession asks of a lease."""
+    """Has what a GpuSession asks of a lease, and, in a command, what a commit does."""
 
     id: str
     epoch: int
     page: mmap.mmap
+    secret: str = ""
+
+    @property
+    def key(self) -> LeaseKey:
+        if not self.secret:
+            raise LeaseLost(
+                f"lease {self.id} is held for this worker by the process that called it; commit there"
+            )
+        return LeaseKey(self.id, self.epoch, self.secret)
+
+    @property
+    def seconds_left(self) -> float:
+        (deadline_us,) = _DEADLINE.unpack_from(self.page, 0)
+        return max(0.0, (deadline_us - time.monotonic_ns() // 1000) / 1e6)
 
     def check(self) -> None:
-        (deadline_us,) = _DEADLINE.unpack_from(self.page, 0)
-        if time.monotonic_ns() // 1000 >= deadline_us:
+        if self.seconds_left <= 0:
             raise LeaseLost(f"lease {self.id} has ended: it was not renewed in time")
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """The call this happens in is work already."""
         yield
+
+    def write_steps(self, working_on: int, committed: int) -> None:
+        _STEPS.pack_into(self.page, _STEPS_AT, working_on, committed)
 
 
 _current: Tenancy | None = None
@@ -54,3 +88,20 @@ def move_in(tenancy: Tenancy) -> None:
 def tenancy() -> Tenancy | None:
     """The lease this process is a worker of, or None."""
     return _current
+
+
+def of_run() -> Tenancy | None:
+    """The lease of the `sublet run` this process was started by, or None."""
+    notice_file = os.environ.get("SUBLET_NOTICE_FILE")
+    if not notice_file or "SUBLET_LEASE_ID" not in os.environ:
+        return None
+    folder = Path(notice_file).parent
+    try:
+        found = json.loads((folder / KEY_FILE).read_text())
+        with open(folder / PAGE_FILE, "r+b") as file:
+            page = mmap.mmap(file.fileno(), PAGE_BYTES)
+    except (OSError, ValueError):
+        return None
+    if found.get("lease") != os.environ["SUBLET_LEASE_ID"]:
+        return None
+    return Tenancy(found["lease"], int(found["epoch"]), page, found["secret"])
