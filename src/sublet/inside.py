@@ -61,7 +61,7 @@ class Tenancy:
 
     @property
     def seconds_left(self) -> float:
-        (deadline_us,) = _DEADLINE.unpack_from(self.page, 0)
+        deadline_us: int = _DEADLINE.unpack_from(self.page, 0)[0]
         return max(0.0, (deadline_us - time.monotonic_ns() // 1000) / 1e6)
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from sublet.core.errors import (
@@ -58,18 +59,62 @@ def check_key(text: str, *, what: str = "key") -> str:
     return text
 
 
+#: The most text a cursor or an outcome holds.
+MOST_TEXT = 65_536
+#: The most effects that join one commit.
+MOST_EFFECTS = 10_000
+
+
+def _check_text(*texts: str) -> None:
+    if any("\x00" in text for text in texts):
+        raise BadInput("cursor and outcome are text, without NUL: encode bytes, or put them in a checkpoint")
+    if any(len(text) > MOST_TEXT for text in texts):
+        raise BadInput("cursor and outcome may hold 64 KiB of text: put bigger state in a checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """An effect beyond the state that becomes true with a commit."""
+
+    key: str
+    fingerprint: str
+    outcome: str = ""
+
+    def __post_init__(self) -> None:
+        check_key(self.key)
+        check_key(self.fingerprint, what="fingerprint")
+        _check_text(self.outcome)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a save says about the steps it commits, besides their state."""
+
+    step: int
+    first: int = 0  # of the steps it commits; 0: only `step`
+    starts: bool = False  # the job may begin at this step
+    key: str = ""  # of the commit's own effect; '': made from the manifest
+    fingerprint: str = ""
+    cursor: str = ""
+    outcome: str = ""
+    effects: tuple[Done, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One step, ready to become true."""
+    """One step, or several that follow each other, ready to become true."""
 
     job: str
     key: str
-    step: int
+    step: int  # the last one
     fingerprint: str
     expected_version: int
     digest: str
     cursor: str = ""
     outcome: str = ""
+    first: int = 0  # 0: only `step`
+    starts: bool = False  # the job may begin at this step: its earlier ones are somebody else's
+    effects: tuple[Done, ...] = ()
 
     def __post_init__(self) -> None:
         check_key(self.key)
@@ -77,12 +122,24 @@ class Commit:
         check_key(self.digest, what="digest")
         if self.step < 1:
             raise BadInput(f"step {self.step} is not a step: the first one is 1")
-        if "\x00" in self.cursor or "\x00" in self.outcome:
-            raise BadInput(
-                "cursor and outcome are text, without NUL: encode bytes, or put them in a checkpoint"
-            )
-        if len(self.cursor) > 65_536 or len(self.outcome) > 65_536:
-            raise BadInput("cursor and outcome may hold 64 KiB of text: put bigger state in a checkpoint")
+        if not 0 <= self.first <= self.step:
+            raise BadInput(f"steps {self.first} to {self.step} are not a span")
+        _check_text(self.cursor, self.outcome)
+        if len(self.effects) > MOST_EFFECTS:
+            raise BadInput(f"a commit takes up to {MOST_EFFECTS} effects: commit more often")
+        keys = {self.key, *(e.key for e in self.effects)}
+        if len(keys) != 1 + len(self.effects):
+            raise BadInput("an effect's key stands twice in one commit")
+
+    @property
+    def begins(self) -> int:
+        """The first step it makes true."""
+        return self.first or self.step
+
+
+def said(cursor: str, outcome: str) -> str:
+    """What the journal keeps of the text a commit stored, so that an edit of it is seen."""
+    return hashlib.sha256(f"{len(cursor)}:{cursor}{outcome}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +202,22 @@ def decide_commit(
             f"job {commit.job} is at version {head.version}, not {commit.expected_version}",
             version=head.version,
         )
-    if commit.step != head.step + 1:
+    # No gap and no repeat (S3), from step 1 on, or from where the first commit says on purpose that the job begins.
+    if commit.begins != head.step + 1 and not (commit.starts and head.version == 0):
         return HeadMoved(
-            f"job {commit.job} has committed step {head.step}; step {commit.step} does not follow it",
+            f"job {commit.job} has committed step {head.step}; step {commit.begins} does not follow it",
             version=head.version,
         )
     return Committed(head.version + 1)
+
+
+def decide_joining(
+    lease: Lease, epoch: int, done: Done, effect: Effect | None, owner_alive: bool, now: int
+) -> SubletError | None:
+    """None when this effect may become true with the commit; it has not become true before."""
+    prior = decide_reserve(lease, epoch, effect, owner_alive, done.fingerprint, now)
+    if isinstance(prior, Duplicate):
+        return HeadMoved(
+            f"effect {done.key} was committed before, at version {prior.version}", version=prior.version
+        )
+    return prior if isinstance(prior, SubletError) else None

@@ -480,14 +480,17 @@ class PostgresLedger(SqlLedger):
 
     def commit(self, key: LeaseKey, commit: Commit) -> Committed | Duplicate:
         check_job(commit.job)
+        if commit.effects:
+            return super().commit(key, commit)
         row = self.engine.call(
-            "SELECT sublet_commit(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",
+            "SELECT sublet_commit(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",
             (
                 key.lease_id,
                 key.epoch,
                 secret_hash(key.secret),
                 commit.job,
                 commit.key,
+                commit.begins,
                 commit.step,
                 commit.fingerprint,
                 commit.expected_version,

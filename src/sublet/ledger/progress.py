@@ -12,12 +12,15 @@ from __future__ import annotations
 from sublet.core.effect import (
     Commit,
     Committed,
+    Done,
     Duplicate,
     Effect,
     Head,
     Reserved,
     decide_commit,
+    decide_joining,
     decide_reserve,
+    said,
 )
 from sublet.core.errors import InvariantBroken, LeaseLost, NotFound, SubletError
 from sublet.core.journal import StrandEnd, job_strand
@@ -115,6 +118,49 @@ def reserve(
     return decision
 
 
+def _told(step: Commit, lease: Lease, version: int) -> dict[str, object]:
+    body: dict[str, object] = {
+        "first": step.begins,
+        "step": step.step,
+        "version": version,
+        "digest": step.digest,
+        "fingerprint": step.fingerprint,
+        "said": said(step.cursor, step.outcome),
+        "epoch": lease.epoch,
+        "lease": lease.id,
+    }
+    if step.effects:
+        body["effects"] = {done.key: said(done.fingerprint, done.outcome) for done in step.effects}
+    return body
+
+
+def _join(tx: Tx, lease: Lease, key: LeaseKey, step: Commit, now: int) -> SubletError | None:
+    """Whether every effect that wants to come true with the commit may."""
+    for done in step.effects:
+        effect = load_effect(tx, done.key)
+        if _of_another_tenant(tx, effect, lease):
+            return NotFound(f"tenant {lease.tenant} has no effect {done.key}")
+        refusal = decide_joining(lease, key.epoch, done, effect, effect_owner_alive(tx, effect, now), now)
+        if refusal is not None:
+            return refusal
+    return None
+
+
+def _complete(tx: Tx, lease: Lease, key: LeaseKey, job: str, done: Done, version: int) -> None:
+    tx.run(
+        f"INSERT INTO effect ({EFFECT_COLUMNS}) VALUES (?,?,?,?,?,1,?,?) ON CONFLICT (key) DO UPDATE SET "
+        "owner = excluded.owner, epoch = excluded.epoch, completed = 1, outcome = excluded.outcome, "
+        "version = excluded.version",
+        done.key,
+        done.fingerprint,
+        job,
+        lease.id,
+        key.epoch,
+        done.outcome,
+        version,
+    )
+
+
 def _move_head(tx: Tx, row: Row | None, lease: Lease, step: Commit, version: int) -> None:
     """The head and its journal row. The first commit of a job also starts its strand in the main one."""
     if row is None:
@@ -136,14 +182,7 @@ def _move_head(tx: Tx, row: Row | None, lease: Lease, step: Commit, version: int
         "step.committed",
         lease.tenant,
         step.key,
-        {
-            "step": step.step,
-            "version": version,
-            "digest": step.digest,
-            "fingerprint": step.fingerprint,
-            "epoch": lease.epoch,
-            "lease": lease.id,
-        },
+        _told(step, lease, version),
     )
     moved = tx.run(
         "UPDATE head SET version = ?, step = ?, digest = ?, cursor_text = ?, epoch = ?, committed_at = ?, "
@@ -184,24 +223,17 @@ def commit(tx: Tx, key: LeaseKey, step: Commit) -> Committed | Duplicate | Suble
         return Committed(effect.version)
     decision = decide_commit(lease, key.epoch, head, effect, effect_owner_alive(tx, effect, now), step, now)
     failpoint("after_fence_check")
-    if isinstance(decision, SubletError):
-        return _refuse(tx, "step.refused", lease, step.key, key.epoch, decision)
     if isinstance(decision, Duplicate):
         return decision
+    if isinstance(decision, Committed):
+        decision = _join(tx, lease, key, step, now) or decision
+    if isinstance(decision, SubletError):
+        return _refuse(tx, "step.refused", lease, step.key, key.epoch, decision)
     _move_head(tx, row, lease, step, decision.version)
     failpoint("after_cas")
-    tx.run(
-        f"INSERT INTO effect ({EFFECT_COLUMNS}) VALUES (?,?,?,?,?,1,?,?) ON CONFLICT (key) DO UPDATE SET "
-        "owner = excluded.owner, epoch = excluded.epoch, completed = 1, outcome = excluded.outcome, "
-        "version = excluded.version",
-        step.key,
-        step.fingerprint,
-        step.job,
-        lease.id,
-        key.epoch,
-        step.outcome,
-        decision.version,
-    )
+    own = Done(key=step.key, fingerprint=step.fingerprint, outcome=step.outcome)
+    for done in (own, *step.effects):
+        _complete(tx, lease, key, step.job, done, decision.version)
     failpoint("after_effect")
     tx.run(
         "UPDATE lease SET committed_at = ?, active_at = ? WHERE id = ? AND epoch = ?",
