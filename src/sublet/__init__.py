@@ -16,6 +16,12 @@ _HOME = {
     "block": "sublet.keeping",
     "Durable": "sublet.keeping",
     "Block": "sublet.runtime.block",
+    "train": "sublet.training",
+    "run_step": "sublet.training",
+    "Run": "sublet.runtime.train",
+    "Preempted": "sublet.runtime.train",
+    "Completed": "sublet.runtime.step",
+    "Duplicate": "sublet.runtime.step",
     "checkpoints": "sublet.wiring",
     "ReplicaPolicy": "sublet.core.checkpoint",
     "Retention": "sublet.core.retention",
@@ -70,15 +76,22 @@ if TYPE_CHECKING:
     from sublet.keeping import Durable, block
     from sublet.runtime.block import Block
     from sublet.runtime.holding import Lease
+    from sublet.runtime.step import Completed, Duplicate
+    from sublet.runtime.train import Preempted, Run
+    from sublet.training import run_step, train
     from sublet.wiring import checkpoints
 
 __all__ = [
     "Block",
+    "Completed",
+    "Duplicate",
     "Durable",
     "Lease",
     "Notice",
+    "Preempted",
     "ReplicaPolicy",
     "Retention",
+    "Run",
     "__version__",
     "block",
     "checkpoints",
@@ -88,6 +101,8 @@ __all__ = [
     "i32",
     "i64",
     "on_gpu",
+    "run_step",
+    "train",
     "u32",
     "u64",
 ]

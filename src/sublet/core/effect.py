@@ -87,7 +87,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Steps:
     """What a save says about the steps it commits, besides their state."""
 
     step: int

@@ -29,7 +29,7 @@ from sublet.core.checkpoint import (
     lay_out,
     manifest_bytes,
 )
-from sublet.core.effect import Commit, Head
+from sublet.core.effect import Commit, Duplicate, Head, Steps
 from sublet.core.errors import (
     BadInput,
     Damaged,
@@ -137,11 +137,16 @@ class CheckpointStore(Loading):
         lease: Fenced,
         schema: str = "",
         step: int | None = None,
+        steps: Steps | None = None,
     ) -> Saved:
-        """Durable and committed when it returns. Raises with the head unmoved otherwise; never half."""
+        """Durable and committed when it returns. Raises with the head unmoved otherwise; never half.
+
+        `steps` says more of what is committed than the number of one step: several, their cursor, what came of them, and effects
+        that become true with them.
+        """
         self.settle()
-        copied = self._copy(name, state, expected_version, lease, schema, step)
-        return self._finish(copied, self._leased(lease), self._write_here)
+        copied = self._copy(name, state, expected_version, lease, schema, steps.step if steps else step)
+        return self._finish(copied, self._leased(lease, steps), self._write_here)
 
     def save_behind(
         self,
@@ -152,6 +157,7 @@ class CheckpointStore(Loading):
         lease: Fenced,
         schema: str = "",
         step: int | None = None,
+        steps: Steps | None = None,
         overlap: Any = None,
     ) -> Saving:
         """Copied when it returns: the state may change at once. Hashed, written and committed behind the next steps, by another process.
@@ -163,8 +169,10 @@ class CheckpointStore(Loading):
         """
         self.settle()
         owned = Owned(overlap) if overlap is not None else None
-        copied = self._copy(name, state, expected_version, lease, schema, step, owned)
-        commit = self._leased(lease)
+        copied = self._copy(
+            name, state, expected_version, lease, schema, steps.step if steps else step, owned
+        )
+        commit = self._leased(lease, steps)
         saving = Saving(lambda: self._finish(copied, commit, self._write_elsewhere, owned))
         try:
             if owned is not None:
@@ -348,20 +356,33 @@ class CheckpointStore(Loading):
             return lease
         return head.tenant if head else self._ledger().look(lease.key.lease_id).lease.tenant
 
-    def _leased(self, lease: Fenced) -> Commits:
-        return lambda manifest, name: self._commit(self._ledger(), lease, manifest, name)
+    def _leased(self, lease: Fenced, steps: Steps | None = None) -> Commits:
+        return lambda manifest, name: self._commit(self._ledger(), lease, manifest, name, steps)
 
-    def _commit(self, ledger: Ledger, lease: Fenced, manifest: Manifest, name: str) -> int:
+    def _commit(
+        self, ledger: Ledger, lease: Fenced, manifest: Manifest, name: str, steps: Steps | None
+    ) -> int:
+        said = steps or Steps(step=manifest.step)
         commit = Commit(
             job=manifest.name,
-            key=f"save:{manifest.name}:{manifest.version}:{name[:16]}",
+            key=said.key or f"save:{manifest.name}:{manifest.version}:{name[:16]}",
             step=manifest.step,
-            fingerprint=name,
+            fingerprint=said.fingerprint or name,
             expected_version=manifest.version - 1,
             digest=name,
+            cursor=said.cursor,
+            outcome=said.outcome,
+            first=said.first,
+            starts=said.starts,
+            effects=said.effects,
         )
         try:
-            return ledger.commit(lease.key, commit).version
+            answer = ledger.commit(lease.key, commit)
+            if isinstance(answer, Duplicate):
+                raise HeadMoved(
+                    f"{commit.key} was committed before, at version {answer.version}", version=answer.version
+                )
+            return answer.version
         except Disconnected:
             # Whether it happened is written down; nothing is repeated before that was read (S5).
             for attempt in range(ASK_AGAIN):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ class Saving:
         # Not a daemon: a program that comes to its end waits for its last save.
         self._thread = threading.Thread(target=self._run, args=(work,), name="sublet-save")
         self._runs = threading.Event()
+        self._began = time.monotonic()
+        self.seconds = 0.0  # from the beginning until its outcome was known
 
     def begin(self) -> None:
         try:
@@ -57,6 +60,7 @@ class Saving:
             self._outcome = work()
         except BaseException as e:
             self._outcome = e
+        self.seconds = time.monotonic() - self._began
 
     @property
     def done(self) -> bool:

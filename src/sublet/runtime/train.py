@@ -1,0 +1,667 @@
+"""A training run: steps that count once, saves behind them, and a drain when the GPU goes.
+
+Rules of this file:
+- A step is counted when its body has come to its end. Whatever leaves the body in another way leaves the step uncounted, and nothing
+  of the state it half changed is saved.
+- Steps are committed in spans, each with the state after it, the effects in it and the place in the data, in one transaction (S1, S3).
+- One runner: the job is reserved under the lease before anything is restored. Whoever loses the lease can commit nothing more (S2).
+- A save that fails leaves the head where it was, and training goes on: the next save holds the same steps. It goes on for a bounded
+  time only: progress nobody can save is not progress.
+- What to save before a deadline is `core.drain`'s decision, how often is `core.cadence`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from sublet.core.cadence import Cadence, Cost, Losses, best_interval
+from sublet.core.drain import Behind, DrainPlan, Save, Speed, plan_drain
+from sublet.core.effect import MOST_TEXT, Done, Duplicate, Steps
+from sublet.core.errors import BadInput, Disconnected, EffectBusy, NotDurable, SubletError
+from sublet.core.exits import DRAINED_CODE
+from sublet.core.notice import Notice
+from sublet.core.values import SECOND_US, format_duration, parse_duration
+from sublet.ports.checkpoints import Checkpoints, SavedState, SaveUnderWay
+from sublet.ports.clock import Clock
+from sublet.ports.ledger import LeaseKey, Ledger
+from sublet.ports.ranks import Ranks
+from sublet.runtime.alarms import Alarms
+from sublet.runtime.capture import Captured, put_random
+from sublet.runtime.progress_line import ProgressLine
+
+#: How long a run goes on while nothing can be saved.
+SAVE_PATIENCE_US = 600 * SECOND_US
+#: A save that failed is tried again after this, and twice as long each time, up to a minute.
+RETRY_US = SECOND_US
+LONGEST_RETRY_US = 60 * SECOND_US
+#: Saves of fewer bytes say how long a save takes, not how fast the store is.
+_ENOUGH_TO_MEASURE = 1 << 20
+_RUNNER = "one runner at a time"
+
+
+class Preempted(SystemExit):
+    """The run was told to leave, saved what it could and gave its lease back. The next start continues.
+
+    It ends the program with exit code 85, and no `except Exception` on the way mistakes it for a failure.
+    """
+
+    def __init__(self, notice: Notice, *, step: int, committed: int, plan: str) -> None:
+        super().__init__(DRAINED_CODE)
+        self.notice = notice
+        self.step = step
+        self.committed = committed
+        self.plan = plan
+
+    def __str__(self) -> str:
+        return f"{self.notice.reason}; committed up to step {self.committed}"
+
+
+class Held(Protocol):
+    """What a run needs of a lease, its own or the one it was started under."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def key(self) -> LeaseKey: ...
+    @property
+    def seconds_left(self) -> float: ...
+    def check(self) -> None: ...
+    def working(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run is put together from. On ranks other than 0 there is no lease: rank 0 commits for all."""
+
+    ledger: Ledger
+    store: Checkpoints
+    clock: Clock
+    alarms: Alarms
+    ranks: Ranks
+    line: ProgressLine
+    lease: Held | None
+    losses: Losses = field(default_factory=Losses)
+    report: Callable[[int, int], None] = lambda working_on, committed: None
+    release: Callable[[], None] = lambda: None  # the store and the lease, where they are the run's own
+
+
+class Step:
+    """One numbered unit of progress, while its body runs."""
+
+    def __init__(self, run: Run, number: int) -> None:
+        self._run = run
+        self.number = number
+
+    def log(self, **values: Any) -> None:
+        """Numbers worth seeing: shown in the progress line, committed with the step."""
+        for name, value in values.items():
+            # Kept as it is: a tensor is read when somebody looks, so that logging does not wait for the device.
+            self._run._log[name] = value
+
+    def effect(self, key: str, function: Callable[..., Any]) -> Any:
+        """Do something outside the model once for this job: `step.effect("mail-epoch-1", send)`.
+
+        It becomes true with the commit that makes this step true; asked again after that, its stored result is returned and the function
+        is not called. If the process dies between the call and that commit, the function is called again by whoever repeats the step:
+        give its first parameter a name and it receives the key, so that whatever it talks to can tell a repeat.
+        """
+        return self._run._effect(self.number, key, function)
+
+    def record(self, key: str, value: Any) -> Any:
+        """A row of your own, committed with this step and readable afterwards: `sublet audit JOB --effects`."""
+        return self._run._effect(self.number, key, lambda: value)
+
+    def __repr__(self) -> str:
+        return f"<Step {self.number} of {self._run.name}>"
+
+
+@dataclass(slots=True)
+class _Span:
+    """Steps that are done and not yet in a save."""
+
+    first: int
+    compute_us: int = 0
+    effects: list[Done] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    saving: SaveUnderWay
+    step: int
+    span: _Span
+    stall_us: int
+
+
+class Run:
+    """What `sublet.train(...)` gives."""
+
+    def __init__(
+        self,
+        name: str,
+        captured: Captured,
+        parts: Parts,
+        *,
+        cadence: Cadence,
+        overlap: Any = None,
+        save_patience_us: int = SAVE_PATIENCE_US,
+    ) -> None:
+        self.name = name
+        self.step = 0  # the last one whose body came to its end
+        self.committed = 0  # the last one that is safe
+        self.version = 0
+        self.resumed_at = 0
+        self.preempted = False
+        # How often it saves, and why, when that is the run's to decide.
+        self.interval = best_interval(None, parts.losses) if cadence.auto else None
+        self._captured = captured
+        self._parts = parts
+        self._cadence = cadence
+        self._overlap = overlap
+        self._patience_us = save_patience_us
+        self._log: dict[str, Any] = {}
+        self._done_effects: dict[str, Any] = {}
+        self._random: Any = None
+        self._span = _Span(1)
+        self._behind: _UnderWay | None = None
+        self._cost: Cost | None = None
+        self._speed = Speed()
+        self._last_bytes: int | None = None
+        self._full_bytes = 0
+        self._failed_since = 0
+        self._failures = 0
+        self._retry_at = 0
+        self._told_every: dict[int, int] = {}
+        self._stopping = ""
+        self._iterating = False
+        self._closed = False
+        now = parts.clock.monotonic_us()
+        self._began_at = self._saved_at = now
+        self._committed_at: int | None = None
+        self._step_us: int | None = None
+        self._useful_us = 0
+        self._step_began = now
+
+    # what the caller sees
+
+    @property
+    def notice(self) -> Notice | None:
+        """The nearest warning that the GPU will go, or None."""
+        return self._parts.alarms.notice
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop will end before its next step."""
+        return bool(self._stopping) or self.notice is not None
+
+    @property
+    def goodput(self) -> float:
+        """Time in steps that are committed, of all the time since the run began."""
+        elapsed = self._parts.clock.monotonic_us() - self._began_at
+        return min(1.0, self._useful_us / elapsed) if elapsed else 0.0
+
+    def every(self, what: int | str) -> bool:
+        """True once every so many steps (`run.every(100)`) or every so often (`run.every("10m")`): `if run.every(100): evaluate()`."""
+        number = self.step + 1 if self._iterating else self.step
+        if isinstance(what, int):
+            if what < 1:
+                raise BadInput(f"every {what} steps is never: write 1 or more")
+            return number % what == 0
+        us = parse_duration(what, what="every")
+        now = self._parts.clock.monotonic_us()
+        if now - self._told_every.setdefault(us, self._began_at) < us:
+            return False
+        self._told_every[us] = now
+        return True
+
+    def stop(self, why: str = "the program said so") -> None:
+        """End the loop after this step and commit it. `break` would leave the step uncounted."""
+        self._stopping = why
+
+    # beginning
+
+    def resume(self) -> None:
+        """Own the job, then put the committed state back. Called once, before anything else."""
+        parts = self._parts
+        if parts.lease is not None:
+            self._own(parts.lease)
+        head = parts.ledger.head(self.name) if parts.ranks.rank == 0 else None
+        at: tuple[int, int] = parts.ranks.share((head.version, head.step) if head is not None else (0, 0))
+        self.version, self.committed = at
+        self.step = self.resumed_at = self.committed
+        self._span = _Span(self.step + 1)
+        if self.version:
+            tree = parts.store.load(self.name, version=self.version if parts.ranks.rank else None)
+            self._captured.put(tree, parts.ranks.rank, parts.ranks.world)
+            self._random = self._captured.random_of(tree, parts.ranks.rank, parts.ranks.world)
+            self._committed_at = parts.clock.monotonic_us()
+            parts.line.say(f"resumes after step {self.step:,}, as committed at version {self.version}")
+        parts.report(self.step, self.committed)
+
+    def _own(self, lease: Held) -> None:
+        try:
+            self._parts.ledger.reserve(
+                lease.key, effect=f"train:{self.name}", job=self.name, fingerprint=_RUNNER
+            )
+        except EffectBusy as busy:
+            raise EffectBusy(
+                f"job {self.name} is being trained by another process ({busy.message}); nothing was started here",
+                remedy="wait for it, end it with 'sublet revoke', or train under another name",
+            ) from busy
+
+    # the loop
+
+    def steps(self, total: int, *, on_notice: str = "exit") -> Iterator[Step]:
+        """Steps `committed + 1` to `total`, each counted when its body ends; all of them committed when the loop ends.
+
+        On any warning that the GPU will go the loop ends before its next step: what is done is saved if there is time, the lease is
+        given back, and `Preempted` ends the program with exit code 85 (`on_notice="stop"`: the loop just ends, and `run.preempted` is
+        True).
+        """
+        if on_notice not in ("exit", "stop"):
+            raise BadInput(f"on_notice={on_notice!r} is unknown: use 'exit' or 'stop'")
+        if isinstance(total, bool) or not isinstance(total, int) or total < 0:
+            raise BadInput(f"steps({total!r}) is not a number of steps")
+        if self._closed:
+            raise BadInput("this run is over; call sublet.train again", remedy="call sublet.train again")
+        if self._iterating:
+            raise BadInput("this run is being iterated already: one loop at a time")
+        return self._steps(total, on_notice)
+
+    def _steps(self, total: int, on_notice: str) -> Iterator[Step]:
+        clock = self._parts.clock
+        self._iterating = True
+        if self._random is not None:
+            put_random(self._random)  # whatever was drawn between the resume and here is not part of the run
+            self._random = None
+        working = self._parts.lease.working() if self._parts.lease is not None else contextlib.nullcontext()
+        finished = False
+        try:
+            with working:
+                leaving = self._boundary(total)
+                while not leaving:
+                    self._parts.report(self.step + 1, self.committed)
+                    self._check()
+                    self._step_began = clock.monotonic_us()
+                    yield Step(self, self.step + 1)
+                    self._count(clock.monotonic_us())
+                    leaving = self._boundary(total)
+                notice = self.notice if leaving == "notice" else None
+                plan = self._leave(total, notice)
+            finished = True
+            self.preempted = notice is not None
+        finally:
+            self._iterating = False
+            # Who ends the program after a warning is deaf to further ones: a second signal must not change how it ends.
+            self.close(finished=finished, listening=self.preempted and on_notice == "exit")
+        if notice is not None and plan is not None and on_notice == "exit":
+            raise Preempted(notice, step=self.step, committed=self.committed, plan=plan.reason)
+
+    def _check(self) -> None:
+        """No new work without a lease."""
+        if self._parts.lease is not None:
+            self._parts.lease.check()
+
+    def _count(self, now: int) -> None:
+        took = now - self._step_began
+        self.step += 1
+        self._span.compute_us += took
+        self._step_us = took if self._step_us is None else (self._step_us * 7 + took) // 8
+
+    def _boundary(self, total: int) -> str:
+        """Between two steps: what came of the save behind, whether another is due, whether to leave. '' to go on."""
+        now = self._parts.clock.monotonic_us()
+        if self._behind is not None and self._behind.saving.done:
+            self._collect()
+        if self._parts.line.due(now):
+            self._show(now, total)
+        over = self.step >= total or bool(self._stopping)
+        due = not over and self._due(now)
+        warned = self.notice is not None
+        warned_any, due_any, over_any = self._parts.ranks.agree((warned, due, over))
+        if warned_any:
+            if not warned:  # another rank heard it; this one leaves on the same step
+                self._parts.alarms.raise_notice(
+                    Notice(
+                        source="rank",
+                        reason="another rank was told to leave",
+                        deadline_us=now + 15 * SECOND_US,
+                    )
+                )
+            return "notice"
+        if over_any:
+            return "over"
+        if due_any:
+            self._save_behind()
+        return ""
+
+    # saving
+
+    def _due(self, now: int) -> bool:
+        if self.step < self._span.first or now < self._retry_at:
+            return False
+        if self._failures:
+            return True
+        if self._cadence.steps:
+            return self.step % self._cadence.steps == 0
+        if self._behind is not None:
+            return False
+        if self._cadence.us:
+            return now - self._saved_at >= self._cadence.us
+        assert self.interval is not None
+        return now - self._saved_at >= self.interval.us
+
+    def save(self) -> None:
+        """Commit what is done so far, now. Between two steps only: inside a body the state is half changed."""
+        if self._iterating:
+            raise BadInput(
+                "inside the loop the step is not finished: its state must not be saved",
+                remedy="lower every= to save more often",
+            )
+        self._commit_now()
+
+    def _said(self, span: _Span, step: int) -> Steps:
+        log = {name: value if math.isfinite(value) else str(value) for name, value in self._numbers().items()}
+        outcome = {"compute_us": span.compute_us, "log": log}
+        return Steps(
+            step=step,
+            first=span.first,
+            key=f"{self.name}:{step}",
+            cursor=self._cursor(),
+            outcome=json.dumps(outcome),
+            effects=tuple(span.effects),
+        )
+
+    def _cursor(self) -> str:
+        """Where each part that reads data stands, for whoever reads the ledger; the state itself has it too."""
+        found = {}
+        for name, part in self._captured.parts.items():
+            cursor = getattr(part, "cursor", None)
+            if isinstance(cursor, dict):
+                found[name] = cursor
+        text = json.dumps(found) if found else ""
+        return text if len(text) <= MOST_TEXT else ""
+
+    def _save_behind(self) -> None:
+        began = self._parts.clock.monotonic_us()
+        if self._behind is not None:
+            self._collect()
+        own = self._parts.ranks.gather(self._captured.take_own())
+        lease = self._parts.lease
+        if lease is None:
+            self._span = _Span(self.step + 1)
+            return
+        span, self._span = self._span, _Span(self.step + 1)
+        try:
+            saving = self._parts.store.save_behind(
+                self.name,
+                self._captured.take(own),
+                expected_version=self.version,
+                lease=lease,
+                steps=self._said(span, self.step),
+                overlap=self._overlap,
+            )
+        except (NotDurable, Disconnected, OSError) as failure:
+            self._save_failed(failure, span)
+            return
+        now = self._parts.clock.monotonic_us()
+        self._saved_at = now
+        self._behind = _UnderWay(saving, self.step, span, now - began)
+
+    def _collect(self) -> None:
+        """Wait for the save under way, if there is one, and see what became of it."""
+        behind, self._behind = self._behind, None
+        if behind is None:
+            return
+        try:
+            self._parts.store.settle()
+            saved = behind.saving.result()
+        except (NotDurable, Disconnected, OSError) as failure:
+            if not self._happened(behind.step):
+                self._save_failed(failure, behind.span)
+                return
+            self._committed_as(self.version + 1, behind.step, behind.span)
+            return
+        save_us = int(behind.saving.seconds * SECOND_US)
+        self._measure(saved, behind.stall_us, save_us)
+        self._committed_as(saved.version, behind.step, behind.span)
+
+    def _happened(self, step: int) -> bool:
+        """The connection broke under the commit: what is written down decides (S5)."""
+        lease = self._parts.lease
+        with contextlib.suppress(SubletError):
+            found = self._parts.ledger.effect(f"{self.name}:{step}")
+            if found is not None and found.completed and lease is not None:
+                return (found.owner, found.epoch, found.version) == (lease.id, lease.epoch, self.version + 1)
+        return False
+
+    def _save_failed(self, failure: BaseException, span: _Span) -> None:
+        """Its steps go into the next save."""
+        now = self._parts.clock.monotonic_us()
+        self._failed_since = self._failed_since or now
+        if span is not self._span:
+            span.compute_us += self._span.compute_us
+            span.effects += self._span.effects
+            self._span = span
+        waited = now - self._failed_since
+        if waited >= self._patience_us:
+            raise NotDurable(
+                f"nothing could be saved for {format_duration(waited)}: {failure}; step {self.committed} is committed, "
+                f"steps after it are lost when this process ends",
+                remedy="bring the replicas or the ledger back and start again: it resumes at the committed step",
+            ) from failure
+        self._retry_at = now + min(LONGEST_RETRY_US, RETRY_US << min(self._failures, 10))
+        self._failures += 1
+        self._parts.line.say(
+            f"not saved: {failure}. Step {self.committed:,} is committed; trying again in "
+            f"{format_duration(self._retry_at - now)}"
+        )
+
+    def _committed_as(self, version: int, step: int, span: _Span) -> None:
+        now = self._parts.clock.monotonic_us()
+        if self._failures:
+            self._parts.line.say(f"saved again: step {step:,} is committed")
+        self.version, self.committed, self._committed_at = version, step, now
+        self._failures, self._failed_since, self._retry_at = 0, 0, 0
+        self._useful_us += span.compute_us
+        for done in span.effects:
+            self._done_effects.pop(done.key, None)
+        self._parts.report(self.step, self.committed)
+
+    def _measure(self, saved: SavedState, stall_us: int, save_us: int) -> None:
+        before = self._cost
+        if before is not None:  # half old, half new: one slow sync must not set the pace
+            stall_us, save_us = (before.stall_us + stall_us) // 2, (before.save_us + save_us) // 2
+        self._cost = Cost(stall_us=stall_us, save_us=save_us)
+        if self._cadence.auto:
+            self.interval = best_interval(self._cost, self._parts.losses)
+        self._last_bytes = saved.bytes_written
+        self._full_bytes = saved.bytes_written + saved.bytes_shared
+        if saved.bytes_written >= _ENOUGH_TO_MEASURE:
+            speed = max(1, saved.bytes_written * SECOND_US // max(1, save_us))
+            self._speed = Speed(bytes_per_second=speed, latency_us=self._speed.latency_us)
+        else:
+            self._speed = Speed(bytes_per_second=self._speed.bytes_per_second or 1 << 30, latency_us=save_us)
+
+    def _commit_now(self) -> None:
+        """Everything that is done, durable and committed when it returns."""
+        if self._behind is not None:
+            self._collect()
+        if self.step < self._span.first:
+            return
+        own = self._parts.ranks.gather(self._captured.take_own())
+        lease = self._parts.lease
+        span, self._span = self._span, _Span(self.step + 1)
+        if lease is None:
+            return
+        began = self._parts.clock.monotonic_us()
+        steps = self._said(span, self.step)
+        try:
+            saved = self._parts.store.save(
+                self.name, self._captured.take(own), expected_version=self.version, lease=lease, steps=steps
+            )
+        except (NotDurable, Disconnected, OSError):
+            if self._happened(self.step):
+                self._committed_as(self.version + 1, self.step, span)
+                return
+            self._span = span
+            raise
+        took = self._parts.clock.monotonic_us() - began
+        self._measure(saved, took, took)
+        self._committed_as(saved.version, self.step, span)
+
+    # leaving
+
+    def _leave(self, total: int, notice: Notice | None) -> DrainPlan | None:
+        """The last save of this process. With a notice, only what is durable in time."""
+        line, now = self._parts.line, self._parts.clock.monotonic_us()
+        if notice is None:
+            self._save_to_the_end()
+            line.say(
+                f"{'stopped' if self._stopping else 'done'} at step {self.step:,}, committed as version {self.version}"
+            )
+            return None
+        if line.wanted:
+            self._show(now, total, notice.reason)
+        plan = self._plan(notice, now)
+        try:
+            if plan.save in (Save.DELTA, Save.FULL):
+                self._commit_now()
+            elif plan.save is Save.WAIT:
+                self._collect()
+        except (NotDurable, Disconnected, OSError) as failure:
+            plan = replace(plan, save=Save.SKIP, reason=f"what was done since could not be saved: {failure}")
+        line.say(f"leaves ({notice.reason}): {plan.reason}. Step {self.committed:,} is committed")
+        return plan
+
+    def _plan(self, notice: Notice, now: int) -> DrainPlan:
+        """Decided by rank 0, which measured, for all of them: a gather that only some join would never end."""
+        behind = None
+        if self._behind is not None:
+            left = self._last_bytes if self._last_bytes is not None else self._full_bytes
+            behind = Behind(bytes_left=left, holds_all=self._behind.step == self.step)
+        plan = plan_drain(
+            notice,
+            now,
+            uncommitted=self.step >= self._span.first,
+            behind=behind,
+            step_us=self._step_us,
+            speed=self._speed,
+            full_bytes=self._full_bytes,
+            delta_bytes=self._last_bytes,
+        )
+        shared: DrainPlan = self._parts.ranks.share(plan)
+        return shared
+
+    def _save_to_the_end(self) -> None:
+        """All steps are done: what cannot be saved now is tried again, for as long as the run would have gone on without."""
+        while True:
+            try:
+                self._commit_now()
+                return
+            except (NotDurable, Disconnected, OSError) as failure:
+                if self._parts.ranks.world > 1:
+                    raise
+                self._save_failed(failure, self._span)
+                pause = max(0, self._retry_at - self._parts.clock.monotonic_us())
+                self._parts.alarms.wait(pause / SECOND_US)
+                self._check()
+
+    def close(self, *, finished: bool = True, listening: bool = False) -> None:
+        """Give everything back. What is committed is committed; a step that was not finished is not."""
+        if self._closed:
+            self._parts.alarms.close()
+            return
+        self._closed = True
+        parts = self._parts
+        try:
+            if self._behind is not None:
+                with contextlib.suppress(SubletError, OSError):
+                    self._collect()
+            if not finished and self.step >= self.resumed_at:
+                at = self.step + 1
+                parts.line.say(f"left in the middle of step {at:,}: step {self.committed:,} is committed")
+        finally:
+            parts.line.close()
+            parts.report(self.step, self.committed)
+            try:
+                parts.release()
+            finally:
+                if not listening:
+                    parts.alarms.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(finished=error[0] is None)
+
+    # effects
+
+    def _effect(self, number: int, key: str, function: Callable[..., Any]) -> Any:
+        lease = self._parts.lease
+        if lease is None:
+            return None  # rank 0 does it for all
+        full = f"{self.name}/{key}"
+        if full in self._done_effects:
+            raise BadInput(
+                f"effect {key!r} was done in a step that is not committed yet: use one key for one thing"
+            )
+        fingerprint = hashlib.sha256(f"{self.name}\n{number}\n{key}".encode()).hexdigest()
+        reserved = self._parts.ledger.reserve(lease.key, effect=full, job=self.name, fingerprint=fingerprint)
+        if isinstance(reserved, Duplicate):
+            return json.loads(reserved.outcome)
+        value = function(full) if inspect.signature(function).parameters else function()
+        try:
+            outcome = json.dumps(value)
+        except (TypeError, ValueError) as e:
+            raise BadInput(
+                f"what effect {key!r} returned cannot be stored: {e}",
+                remedy="return numbers, texts, lists and dicts, or None",
+            ) from e
+        self._span.effects.append(Done(key=full, fingerprint=fingerprint, outcome=outcome))
+        self._done_effects[full] = value
+        return value
+
+    # showing
+
+    def _show(self, now: int, total: int, notice: str = "") -> None:
+        done = self.step - self.resumed_at
+        elapsed = max(1, now - self._began_at)
+        # Work not committed yet counts here: it is lost only if something happens.
+        useful = (
+            self._useful_us + self._span.compute_us + (self._behind.span.compute_us if self._behind else 0)
+        )
+        self._parts.line.show(
+            now,
+            step=self.step,
+            total=total,
+            committed=self.committed,
+            committed_ago_us=None if self._committed_at is None else now - self._committed_at,
+            steps_per_s=done * SECOND_US / elapsed,
+            goodput=min(1.0, useful / elapsed),
+            lease_s=self._parts.lease.seconds_left if self._parts.lease is not None else 0.0,
+            log=self._numbers(),
+            notice=notice,
+        )
+
+    def _numbers(self) -> dict[str, float]:
+        return {name: value for name in self._log if (value := _number(self._log[name])) is not None}
+
+
+def _number(value: Any) -> float | None:
+    """What can be shown and stored of a logged value."""
+    if hasattr(value, "item"):
+        with contextlib.suppress(Exception):
+            value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
