@@ -117,7 +117,7 @@ def test_the_writer_leaves_with_a_killed_trainer(tmp_path: Path) -> None:
         import numpy as np
         from tests.store.rig import JOB, Shelf
         shelf = Shelf(Path(sys.argv[1]), 1)
-        shelf.store.save_behind(JOB, {"w": np.ones(9)}, expected_version=0, lease=shelf.lease).result(30)
+        shelf.store.save_behind(JOB, {"w": np.ones(1 << 18)}, expected_version=0, lease=shelf.lease).result(30)
         print(shelf.store._writer._process.pid, flush=True)
         time.sleep(60)
         """

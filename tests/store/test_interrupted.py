@@ -222,7 +222,7 @@ def test_a_save_whose_thread_cannot_start_holds_nobody_up(
 
 def test_a_forked_child_closes_its_own_end_only(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its parent's save is under way: there is no thread in the child that could end it, and no lock to be had."""
-    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter = torch.nn.Parameter(torch.ones(1 << 18))
     optim = torch.optim.SGD([parameter], lr=1)
     entered = threading.Event()
     gate = threading.Event()

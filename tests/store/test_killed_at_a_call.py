@@ -50,6 +50,7 @@ from sublet.core import checkpoint
 from sublet.core.checkpoint import ReplicaPolicy, Span
 from sublet.ledger.sqlite import open_ledger
 from sublet.ports.ledger import LeaseKey
+from sublet.store import checkpoints
 from sublet.store.arena import Arena
 from sublet.store.checkpoints import CheckpointStore
 from sublet.store.directory import DirectoryReplica
@@ -74,6 +75,7 @@ def program(url, key, folders, version, fill, behind):
     ledger = open_ledger(url, VirtualClock())
     store = CheckpointStore(Replicas([DirectoryReplica(Path(f)) for f in folders], ReplicaPolicy(replicas=3)), lambda: ledger)
     writer = 0
+    checkpoints.WORTH_A_PROCESS = 0  # small states too
     if behind:
         store._writer.write(Arena(4096), [Span(0, 1)], [f"dir:{f}@writer" for f in folders])  # it is up
         writer = store._writer._process.pid

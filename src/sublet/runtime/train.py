@@ -24,8 +24,9 @@ from typing import Any, Protocol
 from sublet.core.cadence import Cadence, Cost, Losses, best_interval
 from sublet.core.drain import Behind, DrainPlan, Save, Speed, plan_drain
 from sublet.core.effect import MOST_TEXT, Done, Duplicate, Steps
-from sublet.core.errors import BadInput, Disconnected, EffectBusy, NotDurable, SubletError
+from sublet.core.errors import BadInput, Disconnected, EffectBusy, NotDurable, NotFound, SubletError
 from sublet.core.exits import DRAINED_CODE
+from sublet.core.lease import fence
 from sublet.core.notice import Notice
 from sublet.core.values import SECOND_US, format_duration, parse_duration
 from sublet.ports.checkpoints import Checkpoints, SavedState, SaveUnderWay
@@ -43,6 +44,8 @@ RETRY_US = SECOND_US
 LONGEST_RETRY_US = 60 * SECOND_US
 #: Saves of fewer bytes say how long a save takes, not how fast the store is.
 _ENOUGH_TO_MEASURE = 1 << 20
+#: How long the end of a predecessor is waited for. A warden sees the death of a process in milliseconds.
+PREDECESSOR_US = 5 * SECOND_US
 _RUNNER = "one runner at a time"
 
 
@@ -247,15 +250,30 @@ class Run:
         parts.report(self.step, self.committed)
 
     def _own(self, lease: Held) -> None:
+        effect = f"train:{self.name}"
+        self._see_it_free(effect, lease)
         try:
-            self._parts.ledger.reserve(
-                lease.key, effect=f"train:{self.name}", job=self.name, fingerprint=_RUNNER
-            )
+            self._parts.ledger.reserve(lease.key, effect=effect, job=self.name, fingerprint=_RUNNER)
         except EffectBusy as busy:
             raise EffectBusy(
                 f"job {self.name} is being trained by another process ({busy.message}); nothing was started here",
                 remedy="wait for it, end it with 'sublet revoke', or train under another name",
             ) from busy
+
+    def _see_it_free(self, effect: str, lease: Held) -> None:
+        """A predecessor that was just killed is believed alive until its host's warden has looked: wait for that moment, no longer."""
+        ledger, clock = self._parts.ledger, self._parts.clock
+        until = clock.monotonic_us() + PREDECESSOR_US
+        while clock.monotonic_us() < until:
+            found = ledger.effect(effect)
+            if found is None or found.owner == lease.id:
+                return
+            with contextlib.suppress(NotFound):
+                owner = ledger.look(found.owner)
+                if not fence(owner.lease, found.epoch, owner.at):
+                    self._parts.alarms.wait(0.02)
+                    continue
+            return
 
     # the loop
 

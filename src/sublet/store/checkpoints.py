@@ -56,6 +56,8 @@ from sublet.store.sweeping import Progress, quiet
 from sublet.store.tree import take_apart
 from sublet.store.weights import Exported, read_weights, tensors_of, write_safetensors
 
+#: Fewer bytes are written by a thread: they disturb training less than starting a process would.
+WORTH_A_PROCESS = 1 << 20
 #: How often the outcome of a commit is asked for when the connection broke under it.
 ASK_AGAIN = 5
 
@@ -173,7 +175,7 @@ class CheckpointStore(Loading):
             name, state, expected_version, lease, schema, steps.step if steps else step, owned
         )
         commit = self._leased(lease, steps)
-        saving = Saving(lambda: self._finish(copied, commit, self._write_elsewhere, owned))
+        saving = Saving(lambda: self._finish(copied, commit, self._write_behind, owned))
         try:
             if owned is not None:
                 owned.finish_before_steps()
@@ -202,6 +204,10 @@ class CheckpointStore(Loading):
 
     def _write_here(self, arena: Arena, spans: Sequence[Span]) -> Packed:
         return write_pack(arena.view, spans, self._replicas.replicas)
+
+    def _write_behind(self, arena: Arena, spans: Sequence[Span]) -> Packed:
+        small = sum(span.size for span in spans) < WORTH_A_PROCESS
+        return (self._write_here if small else self._write_elsewhere)(arena, spans)
 
     def _write_elsewhere(self, arena: Arena, spans: Sequence[Span]) -> Packed:
         # The domain is ours to know; without one a '@' in a path would be taken for its beginning.

@@ -1,0 +1,181 @@
+"""Runs in forked children: everything is imported once, so that a start costs milliseconds and hundreds of kills are affordable.
+
+The parent holds no lease and opens no ledger while children run: it looks at what they left, and closes again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import sublet
+import sublet.ledger.postgres
+import sublet.ledger.sqlite
+import sublet.store.opening
+import sublet.training
+from sublet import failpoints, wiring
+from sublet.core.effect import Effect, Head
+from sublet.core.journal import Entry
+from sublet.ports.ledger import Ledger
+from sublet.settings import load_settings
+
+CRASHED = 1
+
+
+def forked(work: Callable[[], None], *, armed: dict[str, tuple[str, int]] | None = None) -> int:
+    """Start it; its pid. It ends as a program would: 0, the code of a SystemExit, or 1 with a traceback on standard error."""
+    wiring.close_all()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = CRASHED
+    try:
+        for name, (action, nth) in (armed or {}).items():
+            failpoints.arm(name, action, nth=nth)
+        work()
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else CRASHED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(pid: int, seconds: float = 60.0) -> int:
+    """Its exit code, negative for a signal."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise AssertionError(f"process {pid} did not end within {seconds} s")
+        time.sleep(0.002)
+
+
+def run_to_end(work: Callable[[], None], **options: Any) -> int:
+    return ended(forked(work, **options))
+
+
+@contextmanager
+def looking() -> Iterator[Ledger]:
+    """At what the children left. Nothing stays open for the next one to inherit."""
+    try:
+        yield wiring.open_ledger(load_settings())
+    finally:
+        wiring.close_all()
+
+
+@dataclass(frozen=True)
+class Left:
+    head: Head | None
+    state: Any
+    spans: list[tuple[int, int]]
+    effects: dict[str, Effect]
+    faults: list[str]
+
+
+def left_of(job: str, *keys: str) -> Left:
+    with looking() as ledger:
+        rows: list[tuple[int, Entry]] = []
+        after = 0
+        while batch := ledger.tail(after=after, limit=5000):
+            rows += batch
+            after = batch[-1][0]
+        bodies = [
+            json.loads(e.body) for _, e in rows if e.strand == f"job:{job}" and e.kind == "step.committed"
+        ]
+        head = ledger.head(job)
+        with sublet.checkpoints() as store:
+            state = store.load(job) if head is not None else None
+        found = {key: effect for key in keys if (effect := ledger.effect(key)) is not None}
+        faults = [f"{f.strand}#{f.seq}: {f.what}" for f in ledger.verify().faults]
+        return Left(head, state, [(b["first"], b["step"]) for b in bodies], found, faults)
+
+
+# --- a job that would show any step lost, repeated or torn ---------------------------------------------------
+
+
+class Walk:
+    """A random walk: every step depends on all before it and on every random state that is part of a run."""
+
+    def __init__(self, size: int = 64) -> None:
+        self.place = np.zeros(size)
+        self.own = np.random.default_rng(7)
+        self.counts = {"steps": 0}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"place": self.place, "own": self.own, "counts": self.counts}
+
+    def step(self) -> None:
+        self.place *= 0.99
+        self.place += self.own.standard_normal(self.place.size) * np.random.random() + random.random()
+        self.counts["steps"] += 1
+
+
+def walk(
+    job: str,
+    steps: int,
+    *,
+    every: Any = 3,
+    pause: float = 0.0,
+    on_step: Callable[[Any, Any], None] | None = None,
+    **options: Any,
+) -> None:
+    random.seed(1)
+    np.random.seed(2)
+    walking = Walk()
+    options.setdefault("vram", "1GiB")
+    options.setdefault("ttl", "5s")
+    run = sublet.train(job, walking.state, every=every, progress=False, **options)
+    for step in run.steps(steps):
+        walking.step()
+        if on_step is not None:
+            on_step(run, step)
+        if pause:
+            time.sleep(pause)
+
+
+def same_walk(one: Any, other: Any) -> bool:
+    """Bit for bit, random states included."""
+    return _bits(one) == _bits(other)
+
+
+def _bits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _bits(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_bits(member) for member in value]
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.shape, value.tobytes())
+    return value
+
+
+def check_walk(job: str, calm: Left, steps: int) -> Left:
+    """Each step once and in order, and the state a run that nobody disturbed has."""
+    left = left_of(job)
+    assert left.head is not None
+    assert left.head.step == steps
+    assert [first for first, _ in left.spans] == [1, *(last + 1 for _, last in left.spans[:-1])]
+    assert left.spans[-1][1] == steps
+    assert same_walk(left.state, calm.state)
+    assert left.faults == []
+    return left
