@@ -54,6 +54,12 @@ SPECS = (
         "SUBLET_PRELOAD",
         "modules every worker has imported already, comma-separated; 'none' for none",
     ),
+    Spec(
+        "notices",
+        "SUBLET_NOTICES",
+        "who may warn that the GPU will go: auto (whatever is found here), none, or a list such as gce,slurm",
+    ),
+    Spec("time_limit", "SUBLET_TIME_LIMIT", "how long a process may run, such as 2h; it drains before that"),
     Spec("host", "SUBLET_HOST", "the name of this machine in the ledger"),
 )
 
@@ -107,6 +113,8 @@ def _defaults(home: str) -> dict[str, str]:
         "tenant": _tidied(_user(), "default"),
         "disable": "",
         "preload": "numpy,torch,torch._dynamo,torch.optim",
+        "notices": "auto",
+        "time_limit": "",
         "host": _tidied(socket.gethostname(), "localhost"),
     }
 

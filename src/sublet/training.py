@@ -20,7 +20,6 @@ from sublet.core.kernel import Scalar
 from sublet.core.values import DAY_US, check_job, parse_duration
 from sublet.ports.ledger import Ledger
 from sublet.ports.ranks import Alone, Ranks
-from sublet.runtime.alarms import Alarms
 from sublet.runtime.capture import Captured
 from sublet.runtime.holding import Lease
 from sublet.runtime.progress_line import ProgressLine
@@ -30,6 +29,7 @@ from sublet.runtime.train import SAVE_PATIENCE_US, Held, Parts, Run
 from sublet.settings import Settings, load_settings
 from sublet.store.checkpoints import CheckpointStore
 from sublet.wiring import CLOCK, checkpoints, open_ledger
+from sublet.wiring import alarms as open_alarms
 
 DEFAULT_GRACE = "15s"
 DEFAULT_TIER = "batch"
@@ -76,7 +76,7 @@ def train(
     ranks = find_ranks()
     ledger = open_ledger(settings)
     tenancy = inside.of_run() if lease is None and vram is None else None
-    alarms = Alarms(CLOCK, (), grace_us=grace_us)
+    alarms = open_alarms(settings, grace_us=grace_us)
     own: Lease | None = None
     alarms.__enter__()
     try:

@@ -12,12 +12,14 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from sublet.core.checkpoint import ReplicaPolicy
 from sublet.core.device import Device
 from sublet.core.errors import DeviceFault, Misconfigured, SubletError, WardenRunning
+from sublet.core.values import parse_duration
 from sublet.drivers.opening import Opening, installed_drivers, open_device
 from sublet.drivers.probe import find_devices
 from sublet.drivers.remote import RemoteSession
@@ -34,6 +37,7 @@ from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.processes import HostProcesses
 from sublet.ports.driver import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
+from sublet.ports.notices import NoticeSource, OpenSource, Surroundings
 from sublet.ports.session import Session
 from sublet.ports.worker import Workers
 from sublet.runtime.holding import Lease
@@ -43,6 +47,7 @@ from sublet.runtime.warden import Warden
 from sublet.settings import Settings, load_settings
 
 if TYPE_CHECKING:
+    from sublet.runtime.alarms import Alarms
     from sublet.runtime.block_keeper import BlockKeeper
     from sublet.store.checkpoints import CheckpointStore
     from sublet.store.regions import DirectoryRegions
@@ -51,6 +56,8 @@ CLOCK = HostClock()
 WARDEN_IDLE_EXIT_US = 60_000_000
 WARDEN_START_SECONDS = 15.0
 SCRUB_SECONDS = 60
+#: For all sources of notices together to say whether they are here.
+HERE_SECONDS = 1.0
 
 _lock = threading.Lock()
 _ledgers: dict[str, Ledger] = {}
@@ -191,6 +198,78 @@ def keeper(settings: Settings, ledger: Ledger) -> Keeper:
                 ledger, CLOCK, before_renew=lambda: ensure_warden(settings, wait=False)
             )
         return found
+
+
+def alarms(settings: Settings, *, grace_us: int) -> Alarms:
+    """The Notice bus of this process. Imported late: only whoever can drain needs one."""
+    from sublet.runtime.alarms import Alarms
+
+    return Alarms(CLOCK, notice_sources(settings, grace_us=grace_us), grace_us=grace_us)
+
+
+def notice_sources(
+    settings: Settings,
+    *,
+    grace_us: int,
+    environment: Mapping[str, str] | None = None,
+    known: Mapping[str, OpenSource] | None = None,
+) -> list[NoticeSource]:
+    """Who SUBLET_NOTICES lets warn this process: with `auto` whoever is here, by name whoever is named, asked or not."""
+    wanted = [part.strip() for part in settings["notices"].split(",") if part.strip()]
+    if wanted == ["none"]:
+        return []
+    limit = settings["time_limit"]
+    around = Surroundings(
+        clock=CLOCK,
+        environment=os.environ if environment is None else environment,
+        grace_us=grace_us,
+        started_us=_started_us(),
+        hostname=socket.gethostname(),
+        time_limit_us=parse_duration(limit, what="time limit") if limit else 0,
+    )
+    if wanted and wanted != ["auto"]:
+        return [(known[name] if known else plug_in("sublet.notices", name))(around) for name in wanted]
+    return _those_here(
+        known or {e.name: _loaded_when_called(e) for e in entry_points(group="sublet.notices")}, around
+    )
+
+
+def _loaded_when_called(entry: EntryPoint) -> OpenSource:
+    def opened(around: Surroundings) -> NoticeSource:
+        return entry.load()(around)  # type: ignore[no-any-return]
+
+    return opened
+
+
+def _those_here(known: Mapping[str, OpenSource], around: Surroundings) -> list[NoticeSource]:
+    """Asked all at once, within a second: a source that hangs or breaks is left out, and training begins without it."""
+    found: dict[str, NoticeSource] = {}
+
+    def ask(name: str, opened: OpenSource) -> None:
+        try:
+            source = opened(around)
+            if source.here():
+                found[name] = source
+        except Exception as e:
+            warnings.warn(f"no notices from {name}: {type(e).__name__}: {e}", RuntimeWarning, stacklevel=2)
+
+    asked = [threading.Thread(target=ask, args=pair, daemon=True) for pair in known.items()]
+    for thread in asked:
+        thread.start()
+    deadline = time.monotonic() + HERE_SECONDS
+    for thread in asked:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [source for _, source in sorted(found.items())]
+
+
+def _started_us() -> int:
+    """When this process began, on the monotonic clock."""
+    now_us = CLOCK.monotonic_us()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return now_us
+    return now_us - max(0, CLOCK.boot_us() - ticks * 1_000_000 // os.sysconf("SC_CLK_TCK"))
 
 
 # --- the warden ----------------------------------------------------------------------------------------------

@@ -194,6 +194,8 @@ class Alarms:
     # entering and leaving
 
     def __enter__(self) -> Alarms:
+        if self._closed:
+            raise ValueError("these alarms are closed")
         if threading.current_thread() is threading.main_thread():
             self._take_signals()
         _entered.append(self)
