@@ -43,7 +43,7 @@ EXIT_CODES: dict[type[SubletError], int] = {
 
 #: Command to (module, its line in --help). The order is the order of --help.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "A tour of under a minute: leases, losses, and proof that nothing was lost."),
+    "demo": ("demo", "A tour of about a minute: trains through every kind of loss, and proves that nothing was lost."),
     "gpus": ("listings", "Devices: what is free, who is on them, what is withheld."),
     "ps": ("listings", "Leases and waiters, each with its reason."),
     "lease": ("lease", "Acquire, renew, release or show one lease."),
