@@ -11,6 +11,9 @@ from sublet.testing.postgres import PostgresServer, find_binaries
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 
+#: Random cases of a property: this many times as many. `make proof` says more.
+MORE_EXAMPLES = int(os.environ.get("SUBLET_MORE_EXAMPLES", "1"))
+
 
 def need(present: bool, what: str) -> None:
     if present:

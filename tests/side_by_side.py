@@ -1,50 +1,142 @@
-"""`python -m tests.side_by_side [pytest options]`: the whole suite as three pytest runs at once.
+"""`python -m tests.side_by_side [pytest options]`: the whole suite as several pytest runs at once.
 
-Most tests here wait for real time to pass (a ttl, a deadline, a storm) or for a disk, so three of them share two cores well. The output of
-the second and third is shown when the first is over; the exit code is the worst of all.
+Most tests here wait for real time to pass (a ttl, a deadline, a storm) or for a disk, so four of them share two cores well. What a run has
+said is shown when it is over, and at the end one line for each. A run that was killed, or left without a summary, has failed.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).parent
-#: The first run takes whatever is in none of these.
-BESIDE = (("hosting", "runtime", "storms"), ("store", "cli", "docs"))
+RUNS = 4
+#: About how long each takes, all four running; a file that is not named counts as `UNKNOWN`. Files that start the same servers stay together: the longest
+#: name that fits a file is where it belongs.
+SECONDS = {
+    "store/": 200,
+    "ledger/": 160,
+    "runtime/": 150,
+    "drivers/": 145,
+    "store/test_bucket": 75,
+    "cli/": 70,
+    "hosting/": 70,
+    "storms/": 65,
+    "core/": 60,
+    "docs/": 35,
+}
+UNKNOWN = 15
+PROGRESS_SECONDS = 30
+NOTHING_CHOSEN = 5  # pytest's own code: with -k, none of a run's tests may be meant
 
 
-def main() -> int:
-    elsewhere = {name for group in BESIDE for name in group}
-    first = sorted(
-        p
-        for p in TESTS.iterdir()
-        if p.name not in elsewhere
-        and ((p.is_dir() and (p / "__init__.py").exists()) or p.name.startswith("test_"))
-    )
-    command = [sys.executable, "-m", "pytest", *sys.argv[1:]]
-    beside: list[tuple[tuple[str, ...], subprocess.Popen[bytes], IO[bytes]]] = []
+@dataclass
+class Run:
+    names: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    seconds: float = 0  # expected, then measured
+    process: subprocess.Popen[bytes] | None = None
+    output: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
+
+    def text(self) -> str:
+        """So far, without moving the place where the run writes on."""
+        number = self.output.fileno()
+        return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
+
+    def progress(self) -> int:
+        """How many tests are over."""
+        return sum(len(dots) for dots in re.findall(r"^[.sFExX]+", self.text(), re.M))
+
+    def verdict(self, options: list[str]) -> tuple[bool, str]:
+        """Whether it is good, and what pytest said last or why it could not."""
+        assert self.process is not None
+        code = self.process.returncode
+        said = re.findall(
+            r"^=*\s*(.*\d+ (?:passed|failed|error|skipped|deselected).* in [\d.]+s.*?)\s*=*$",
+            self.text(),
+            re.M,
+        )
+        if code < 0:
+            return False, f"killed by {signal.Signals(-code).name}"
+        if code == NOTHING_CHOSEN and options:
+            return True, "no test was chosen"
+        if not said:
+            return False, f"ended with code {code} and no summary: not all of it was run"
+        return code == 0, said[-1]
+
+
+def split(tests: Path, runs: int) -> list[Run]:
+    """The longest first, each to the run that has least to do."""
+    belonging: dict[str, list[Path]] = {}
+    for file in sorted(tests.rglob("test_*.py")):
+        name = file.relative_to(tests).as_posix()
+        fits = [place for place in SECONDS if name.startswith(place)]
+        folder, nested, _ = name.partition("/")
+        belonging.setdefault(max(fits, key=len) if fits else folder + nested, []).append(file)
+    expected = {place: SECONDS.get(place, UNKNOWN * len(files)) for place, files in belonging.items()}
+    made = [Run() for _ in range(runs)]
+    for place in sorted(belonging, key=lambda p: (-expected[p], p)):
+        run = min(made, key=lambda r: r.seconds)
+        run.names.append(place)
+        run.files += belonging[place]
+        run.seconds += expected[place]
+    return [run for run in made if run.files]
+
+
+def main(tests: Path, options: list[str]) -> int:
+    runs = split(tests, RUNS)
+    begun = shown = time.monotonic()
     try:
-        for group in BESIDE:
-            output = tempfile.TemporaryFile()  # noqa: SIM115  # read when the run is over
-            run = [*command, *(str(TESTS / name) for name in group)]
-            beside.append((group, subprocess.Popen(run, stdout=output, stderr=subprocess.STDOUT), output))
-        codes = [subprocess.run([*command, *map(str, first)], check=False).returncode]
-        for group, process, output in beside:
-            codes.append(process.wait())
-            output.seek(0)
-            print(f"--- beside it: {', '.join(group)}", flush=True)
-            sys.stdout.buffer.write(output.read())
-            sys.stdout.flush()
+        for run in runs:
+            command = [sys.executable, "-m", "pytest", *options, *map(str, run.files)]
+            run.process = subprocess.Popen(command, stdout=run.output, stderr=subprocess.STDOUT)
+        left = list(runs)
+        while left:
+            time.sleep(0.2)
+            now = time.monotonic()
+            for run in [r for r in left if r.process is not None and r.process.poll() is not None]:
+                left.remove(run)
+                run.seconds = now - begun
+                print(f"--- {', '.join(run.names)}\n{run.text()}", flush=True)
+            if left and now - shown > PROGRESS_SECONDS:
+                shown = now
+                print(
+                    f"{clock(now - begun)}  " + ", ".join(f"{r.progress()} of {r.names[0]}" for r in left),
+                    flush=True,
+                )
     finally:
-        for _, process, output in beside:
+        end(runs)
+    verdicts = [run.verdict(options) for run in runs]
+    for run, (good, words) in zip(runs, verdicts, strict=True):
+        print(f"{'ok    ' if good else 'FAILED'} {clock(run.seconds)}  {words}  ({', '.join(run.names)})")
+    return 0 if all(good for good, _ in verdicts) else 1
+
+
+def end(runs: list[Run]) -> None:
+    """As Ctrl-C would: what a run has started is ended by it."""
+    going = [r.process for r in runs if r.process is not None and r.process.poll() is None]
+    for process in going:
+        process.send_signal(signal.SIGINT)
+    for process in going:
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
             process.kill()
-            output.close()
-    return max(codes)
+            process.wait()
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main(TESTS, sys.argv[1:]))

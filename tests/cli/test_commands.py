@@ -12,17 +12,12 @@ from typing import Any
 import pytest
 
 from sublet.cli.main import COMMANDS
+from tests import forked
 from tests.runtime.conftest import Home, sqlite_home, wait_until  # noqa: F401
 
 
 def sublet(home: Home, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sublet", *args],
-        capture_output=True,
-        text=True,
-        env=home.environment | environment,
-        timeout=60,
-    )
+    return forked.run([sys.executable, "-m", "sublet", *args], env=home.environment | environment, timeout=60)
 
 
 def as_json(home: Home, *args: str):
@@ -69,7 +64,7 @@ def test_short_output_is_for_scripts(home: Home) -> None:
 
 def test_waiting_tells_place_and_reason_and_revoke_makes_room(home: Home) -> None:
     first = as_json(home, "lease", "acquire", "--vram", "16GiB", "--ttl", "10m")
-    waiter = subprocess.Popen(
+    waiter = forked.Forked(
         [sys.executable, "-m", "sublet", "lease", "acquire", "--vram", "10GiB", "--json"],
         stdout=subprocess.PIPE,
         text=True,
@@ -280,7 +275,7 @@ def test_journal_verify_catches_an_edit(home: Home, tmp_path) -> None:
 
 def test_follow_prints_as_it_happens(home: Home) -> None:
     sublet(home, "gpus")
-    follower = subprocess.Popen(
+    follower = forked.Forked(
         [sys.executable, "-m", "sublet", "journal", "tail", "-f"],
         stdout=subprocess.PIPE,
         text=True,
@@ -303,6 +298,25 @@ def test_every_command_has_help_with_an_example(home: Home) -> None:
                 assert "Example:" in sublet(home, name, child, "--help").stdout, f"{name} {child}"
         else:
             assert "Example:" in text, name
+
+
+@pytest.mark.parametrize(
+    "program", [[sys.executable, "-m", "sublet"], [f"{Path(sys.executable).parent}/sublet"]]
+)
+def test_started_by_itself(home: Home, program: list[str]) -> None:
+    """By a new interpreter, as people do it; the other tests fork one that has imported it."""
+    for words, code, said in (
+        (["gpus"], 0, "host0"),
+        (["lease", "show", "nobody"], 2, "sublet:"),
+        (["leese"], 2, "No such"),
+    ):
+        done = subprocess.run(
+            [*program, *words], capture_output=True, text=True, env=home.environment, timeout=60, check=False
+        )
+        same = sublet(home, *words)
+        assert done.returncode == same.returncode == code, done.stderr
+        assert said in done.stdout + done.stderr
+        assert (words == ["leese"]) or (done.stdout, done.stderr) == (same.stdout, same.stderr)
 
 
 def test_help_and_import_load_no_heavy_module() -> None:
@@ -332,7 +346,7 @@ def test_checkpoints_from_the_command_line(home: Home, tmp_path: Path) -> None:
         "    store.save('m', {'w': numpy.arange(1000.0), 'opt': {0: numpy.ones(3, 'f4')}}, expected_version=0, lease=lease)\n"
     )
     assert sublet(home, "checkpoint", "ls", **store).stdout + sublet(home, "checkpoint", "ls", **store).stderr
-    subprocess.run([sys.executable, "-c", code], env=home.environment | store, check=True)
+    forked.run([sys.executable, "-c", code], env=home.environment | store, check=True)
     (listed,) = json.loads(sublet(home, "checkpoint", "ls", "--json", **store).stdout)
     assert (listed["name"], listed["version"], listed["step"]) == ("m", 1, 1)
     assert "m " in sublet(home, "checkpoint", "ls", **store).stdout
@@ -382,7 +396,7 @@ def test_old_checkpoints_from_the_command_line(home: Home, tmp_path: Path) -> No
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    subprocess.run([sys.executable, "-c", SAVE], env=home.environment | store, check=True)
+    forked.run([sys.executable, "-c", SAVE], env=home.environment | store, check=True)
     assert run("tag", "m", "1", "first")["tags"] == {"first": 1}
     assert "version 2 is kept as second" in said("tag", "m", "2", "second")
     assert "nothing was changed" in said("tag", "m", "1", "second", "--remove", code=2)
@@ -449,7 +463,7 @@ def test_receipts_are_listed(home: Home) -> None:
         "    lease.open().alloc(1000)\n"
     )
     assert "no receipts" in sublet(home, "ps", "--receipts").stderr
-    subprocess.run([sys.executable, "-c", code], env=home.environment, check=True)
+    forked.run([sys.executable, "-c", code], env=home.environment, check=True)
     wait_until(lambda: json.loads(sublet(home, "ps", "--receipts", "--json").stdout or "[]"))
     (receipt,) = json.loads(sublet(home, "ps", "--receipts", "--json").stdout)
     assert receipt["proven"] is True

@@ -31,6 +31,7 @@ from sublet.core.lease import Lease, LeaseState, Tier
 from sublet.core.policy import Policy
 from sublet.core.tenancy import PPM, Tenant
 from sublet.core.values import HOUR_US
+from tests.conftest import MORE_EXAMPLES
 
 from .pool import (
     BATCH,
@@ -50,7 +51,7 @@ from .pool import (
     waiter,
 )
 
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=50 * MORE_EXAMPLES, deadline=None)
 POLICY = Policy()
 
 
@@ -581,7 +582,7 @@ def after_placing(view: View, placed: Sequence[Grant | Offer]) -> list[Lease]:
     ]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50 * MORE_EXAMPLES, deadline=None)
 @given(views())
 def test_l2_place_never_overcommits_nor_breaks_the_matrix(view: View) -> None:
     placed = place(view, NOW)
@@ -599,7 +600,7 @@ def test_l2_place_never_overcommits_nor_breaks_the_matrix(view: View) -> None:
     assert len({p.lease_id for p in placed}) == len(placed)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50 * MORE_EXAMPLES, deadline=None)
 @given(views())
 def test_t2_place_never_breaks_a_quota(view: View) -> None:
     leases = after_placing(view, place(view, NOW))

@@ -28,10 +28,11 @@ from sublet.core.device import (
     usable,
 )
 from sublet.core.errors import BadInput, InvariantBroken
+from tests.conftest import MORE_EXAMPLES
 
 from .pool import DEVICE, GB, SESSION, SHARED, device
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=60 * MORE_EXAMPLES, deadline=None)
 TENANTS = ("ann", "bob", "cyd")
 
 sizes = st.integers(1, 12).map(lambda n: n * 8 * GB)

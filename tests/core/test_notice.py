@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sublet.core.notice import Notice, merge
+from tests.conftest import MORE_EXAMPLES
 
 notices = st.builds(
     Notice,
@@ -36,7 +37,7 @@ def test_a_repeated_warning_changes_nothing() -> None:
     assert merge(first, again) is first
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30 * MORE_EXAMPLES, deadline=None)
 @given(st.lists(notices, min_size=1, max_size=4))
 def test_whatever_the_order_the_nearest_deadline_is_kept(found: list[Notice]) -> None:
     nearest = min(n.deadline_us for n in found)

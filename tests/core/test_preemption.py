@@ -14,6 +14,7 @@ from sublet.core.device import Device, DeviceState, Exclusivity, fit, occupy, us
 from sublet.core.lease import EndReason, Lease, LeaseState, Tier
 from sublet.core.policy import Policy
 from sublet.core.preemption import Claim, choose, claim_on, protected_us, work_at_risk
+from tests.conftest import MORE_EXAMPLES
 
 from .pool import (
     BATCH,
@@ -334,7 +335,7 @@ def opened(pool: list[Device], leases: list[Lease], gone: set[str], wish: Lease)
     return {d.id for d in pool if usable(occupy(d, residents_of(left, d.id)), wish.request.shape())}
 
 
-@settings(max_examples=180, deadline=None)
+@settings(max_examples=80 * MORE_EXAMPLES, deadline=None)
 @given(pools())
 def test_the_choice_makes_room_with_claims_only_and_not_one_too_many(
     case: tuple[list[Device], list[Lease], Lease],
@@ -359,7 +360,7 @@ def test_the_choice_makes_room_with_claims_only_and_not_one_too_many(
         )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80 * MORE_EXAMPLES, deadline=None)
 @given(pools())
 def test_nobody_is_taken_by_a_harder_claim_than_some_device_needs(
     case: tuple[list[Device], list[Lease], Lease],

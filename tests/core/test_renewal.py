@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from sublet.core.lease import MAX_TTL_US, MIN_TTL_US
 from sublet.core.renewal import Tenure, Todo, first_try_at, local_deadline, mix, next_move, retry_at
+from tests.conftest import MORE_EXAMPLES
 
 from .pool import NOW, M, S
 
-quick = settings(max_examples=120, deadline=None)
+quick = settings(max_examples=60 * MORE_EXAMPLES, deadline=None)
 seeds = st.integers(0, 2**64 - 1)
 #: Evenly spread over the orders of magnitude from 0.1 s to 7 d, not over the microseconds.
 ttls = st.builds(
@@ -141,7 +142,7 @@ def test_a_retry_comes_after_a_pause_that_is_neither_zero_nor_longer_than_five_s
     assert 5_000 <= pause <= 5 * S
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40 * MORE_EXAMPLES, deadline=None)
 @given(st.builds(min, ttls, st.just(6 * 60 * M)), seeds)
 def test_l6_a_dead_ledger_is_warned_of_before_the_stop_and_the_stop_before_the_expiry(
     ttl: int, seed: int
@@ -208,7 +209,7 @@ def test_work_that_resumes_before_the_stop_renews(ttl: int, seed: int, per_100: 
     assert not story.at(Todo.STOP)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40 * MORE_EXAMPLES, deadline=None)
 @given(st.builds(min, ttls, st.just(60 * M)), seeds)
 def test_a_healthy_ledger_and_steady_work_never_warn_or_stop(ttl: int, seed: int) -> None:
     story = keep(ttl, seed, answers=lambda now: True, until=NOW + 20 * ttl)

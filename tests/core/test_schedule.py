@@ -27,6 +27,7 @@ from sublet.core.policy import Policy
 from sublet.core.preemption import protected_us
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw, next_look_at, tick
 from sublet.core.tenancy import Tenant, rate_of, used_now
+from tests.conftest import MORE_EXAMPLES
 
 from .pool import (
     BATCH,
@@ -375,7 +376,7 @@ class Pool:
         self.settle()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12 * MORE_EXAMPLES, deadline=None)
 @given(st.integers(0, 10**9))
 def test_l2_holds_at_every_moment_of_a_random_life(seed: int) -> None:
     random = Random(seed)
@@ -449,7 +450,7 @@ def closed_pool(seed: int, devices: int, people: int, *, releases: bool) -> Pool
 SLACK = 30 * S  # the step of the simulation, the teardown, and a tick
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4 * MORE_EXAMPLES, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 3))
 def test_t3_nobody_waits_longer_than_hold_cap_and_grace(seed: int, devices: int) -> None:
     pool = closed_pool(seed, devices, 2 * devices, releases=False)
@@ -458,7 +459,7 @@ def test_t3_nobody_waits_longer_than_hold_cap_and_grace(seed: int, devices: int)
     assert max([*pool.waits, *still]) <= POLICY.hold_cap_us + POLICY.grace_us + SLACK
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3 * MORE_EXAMPLES, deadline=None)
 @given(st.integers(0, 10**9))
 def test_t3_with_a_longer_line_the_wait_is_bounded_by_the_turns_ahead(seed: int) -> None:
     pool = closed_pool(seed, 2, 6, releases=False)
@@ -466,7 +467,7 @@ def test_t3_with_a_longer_line_the_wait_is_bounded_by_the_turns_ahead(seed: int)
     assert max([*pool.waits, *still]) <= 2 * (POLICY.hold_cap_us + POLICY.grace_us + SLACK)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3 * MORE_EXAMPLES, deadline=None)
 @given(st.integers(0, 10**9))
 def test_t3_those_who_leave_early_and_come_back_do_not_starve_the_rest(seed: int) -> None:
     pool = closed_pool(seed, 2, 4, releases=True)
@@ -475,7 +476,7 @@ def test_t3_those_who_leave_early_and_come_back_do_not_starve_the_rest(seed: int
     assert max([*pool.waits, *still]) <= bound
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20 * MORE_EXAMPLES, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 4), st.booleans())
 def test_one_waiter_never_costs_two_victims_over_time(seed: int, devices: int, obedient: bool) -> None:
     """Whole-device leases of lower tiers everywhere, one interactive waiter: one revoke, until it is served."""
@@ -654,7 +655,7 @@ def resting_views(draw: st.DrawFn) -> View:
     return view_of(pool, leases, [wish(f"w{i}") for i in range(draw(st.integers(0, 3)))], rows)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80 * MORE_EXAMPLES, deadline=None)
 @given(resting_views())
 def test_the_next_look_is_never_later_than_what_time_alone_brings(view: View) -> None:
     assert_looks_in_time(view)

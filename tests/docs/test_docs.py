@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sublet.core.errors import error_tree
+from tests import forked
 from tests.runtime.conftest import Home, sqlite_home  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,13 @@ def test_examples_run(page: Path, sqlite_home: Home, tmp_path: Path) -> None:  #
             else [["/bin/sh", "-c", line[2:]] for line in body.splitlines() if line.startswith("$ ")]
         )
         for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+            if kind == "python":
+                done = forked.run(command, env=environment, cwd=tmp_path)
+            elif re.fullmatch(r"sublet [\w ./:=,@-]+", command[-1]):  # nothing in it for a shell to do
+                words = [sys.executable, "-m", *command[-1].split()]
+                done = forked.run(words, env=environment, cwd=tmp_path)
+            else:
+                done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
             assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
             ran += 1
     assert ran

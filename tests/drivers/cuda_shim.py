@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import sublet
+from tests import forked
 from tests.conftest import need
 
 SHIM = Path(__file__).parent / "shim"
@@ -110,7 +111,9 @@ class Shim:
     def start(self, script: str, **settings: object) -> subprocess.Popen[str]:
         text = PRELUDE.format(ptx=str(PTX)) + textwrap.dedent(script)
         pipe = subprocess.PIPE
-        return subprocess.Popen(
+        # Another source than the one imported here takes a process that imports anew.
+        kind = forked.Forked if self.source == Path(sublet.__file__).parents[1] else subprocess.Popen
+        return kind(
             [sys.executable, "-c", text],
             env=self.env(**settings),
             stdin=pipe,

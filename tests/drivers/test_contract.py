@@ -30,7 +30,7 @@ from sublet.drivers.host import HostDriver
 from sublet.drivers.opencl import OpenClDriver, _installed
 from sublet.drivers.session import GpuSession
 from sublet.ports.driver import Driver
-from tests.conftest import need
+from tests.conftest import MORE_EXAMPLES, need
 from tests.drivers.cuda_shim import PTX
 
 QUOTA = 1 << 20
@@ -363,7 +363,7 @@ def test_teardown_counts_what_was_left(rig: Rig) -> None:
 STEPS = ["alloc", "write", "load", "launch", "sync", "read", "unload", "free"]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12 * MORE_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(stop=st.integers(0, len(STEPS)), lose=st.booleans())
 def test_an_exception_at_every_line_leaks_nothing(rig: Rig, stop: int, lose: bool) -> None:
     """Whatever line a step dies at, and whether the lease dies with it, the device is as before."""

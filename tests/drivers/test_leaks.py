@@ -29,7 +29,7 @@ from sublet.core.errors import DeviceFault, OutOfMemory, SubletError
 from sublet.core.kernel import u32, u64
 from sublet.drivers import host, opencl, session
 from sublet.drivers.session import Buffer, GpuSession, Module, Tally
-from tests.conftest import need
+from tests.conftest import MORE_EXAMPLES, need
 from tests.drivers.test_contract import SOURCES, FakeLease
 
 QUOTA = 4096
@@ -295,7 +295,7 @@ def run_program(verbs: Sequence[tuple[str, int]], fuse: Fuse) -> Bench:
     return bench
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15 * MORE_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(verbs=programs)
 @example(verbs=[("alloc", 0), ("load", 0), ("alloc", 1), ("free", 0), ("open", 0), ("alloc", 1), ("load", 1)])
 def test_a_driver_call_that_breaks_leaks_nothing(verbs: list[tuple[str, int]]) -> None:

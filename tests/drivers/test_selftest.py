@@ -230,12 +230,13 @@ def test_what_stands_on_a_failed_step_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [("crash", "its process ended with -9"), ("hang", "no answer within 3 s")]
+    ("fault", "seconds", "words"),
+    [("crash", 60.0, "its process ended with -9"), ("hang", 3.0, "no answer within 3 s")],
 )
 def test_a_device_that_takes_its_process_along(
-    fault: str, words: str, monkeypatch: pytest.MonkeyPatch
+    fault: str, seconds: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "PART_SECONDS", 3.0)
+    monkeypatch.setattr(selftest, "PART_SECONDS", seconds)
     monkeypatch.setattr(selftest, "PARTS", {"session": PARTS["session"]})
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))

@@ -26,7 +26,7 @@ def postgres(postgres_server: Any) -> Iterator[Rig]:
     rig.schema = schema
     yield rig
     rig.close()
-    schema.drop()
+    schema.hand_on()
 
 
 @pytest.fixture(params=ENGINES)

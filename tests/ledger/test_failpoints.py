@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from sublet.core.effect import Committed, Duplicate
 from sublet.core.errors import Disconnected
 from sublet.failpoints import ConnectionDropped, FailpointHit
 from sublet.ledger.ledger import SqlLedger
+from tests import forked
 
 from .rig import Rig, a_step
 
@@ -103,7 +103,7 @@ print(ledger.commit(LeaseKey("holder", epoch, secret), Commit(
 
 def killed(rig: Rig, place: str, step: int, *, generic: bool) -> None:
     k = key(rig)
-    done = subprocess.run(
+    done = forked.run(
         [
             sys.executable,
             "-c",
@@ -115,10 +115,7 @@ def killed(rig: Rig, place: str, step: int, *, generic: bool) -> None:
             str(step),
             place,
         ],
-        capture_output=True,
-        text=True,
         timeout=60,
-        check=False,
         env={**os.environ, "SUBLET_FAILPOINTS": ""},
     )
     assert done.returncode == -signal.SIGKILL, f"{place} was not reached: {done.stdout}{done.stderr[-1500:]}"

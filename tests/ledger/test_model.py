@@ -25,6 +25,7 @@ from sublet.core.errors import Fenced, HeadMoved, LeaseLost, NoCapacity, NotFoun
 from sublet.core.lease import EndReason, Tier
 from sublet.ports.ledger import LeaseKey
 from sublet.ports.processes import Receipt
+from tests.conftest import MORE_EXAMPLES
 
 from .model import Held, Model, get_along
 from .rig import MINUTE, SECOND, Rig, a_step, postgres_rig, sqlite_rig
@@ -343,7 +344,7 @@ def test_sqlite_lives_like_the_model() -> None:
             rig = sqlite_rig(Path(folder))
             return rig, rig.close
 
-        live(make, examples=60, steps=40)
+        live(make, examples=20 * MORE_EXAMPLES, steps=40)
 
 
 def test_postgres_lives_like_the_model(postgres_server: Any) -> None:
@@ -352,8 +353,8 @@ def test_postgres_lives_like_the_model(postgres_server: Any) -> None:
 
         def drop() -> None:
             rig.close()
-            schema.drop()
+            schema.hand_on()
 
         return rig, drop
 
-    live(make, examples=20, steps=35)
+    live(make, examples=10 * MORE_EXAMPLES, steps=35)

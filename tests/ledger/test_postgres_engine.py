@@ -34,8 +34,9 @@ from sublet.ledger.ledger import SqlLedger
 from sublet.ports.ledger import LeaseKey
 from sublet.ports.processes import Receipt
 from sublet.testing.postgres import PostgresServer
+from tests.conftest import MORE_EXAMPLES
 
-from .rig import HERE, MINUTE, SECOND, Rig, a_step, postgres_rig
+from .rig import HERE, MINUTE, SECOND, PostgresSchema, Rig, a_step, postgres_rig, rig_on
 
 
 @pytest.fixture
@@ -178,14 +179,32 @@ class Twin:
         return found
 
 
-@settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@pytest.fixture
+def two_schemas(postgres_server: Any) -> Iterator[list[PostgresSchema]]:
+    made = []
+    for _ in range(2):
+        rig, schema = postgres_rig(postgres_server.url)
+        rig.close()
+        made.append(schema)
+    yield made
+    for schema in made:
+        schema.drop()
+
+
+@settings(
+    max_examples=12 * MORE_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 @given(told=st.lists(verbs, min_size=10, max_size=40))
-def test_hot_verbs_equal_the_generic_ones(postgres_server: Any, told: list[tuple[Any, ...]]) -> None:
+def test_hot_verbs_equal_the_generic_ones(
+    two_schemas: list[PostgresSchema], told: list[tuple[Any, ...]]
+) -> None:
     """Same verbs, same clock: same answers, same words, same rows in every table, down to the hashes."""
-    made = [postgres_rig(postgres_server.url) for _ in range(2)]
+    for schema in two_schemas:
+        schema.empty()
+    rigs = [rig_on(schema) for schema in two_schemas]
     try:
-        hot = Twin(made[0][0], made[0][0].ledger)
-        generic = Twin(made[1][0], SqlLedger(made[1][0].ledger.engine))
+        hot = Twin(rigs[0], rigs[0].ledger)
+        generic = Twin(rigs[1], SqlLedger(rigs[1].ledger.engine))
         assert type(hot.ledger) is not type(generic.ledger)
         for number, verb in enumerate(told):
             assert hot.tell(number, verb) == generic.tell(number, verb), verb
@@ -195,9 +214,8 @@ def test_hot_verbs_equal_the_generic_ones(postgres_server: Any, told: list[tuple
         assert hot.rig.faults() == generic.rig.faults()
         assert not any("edited" in f or "missing" in f or "end" in f for f in hot.rig.faults())
     finally:
-        for rig, schema in made:
+        for rig in rigs:
             rig.close()
-            schema.drop()
 
 
 def test_the_hot_path_is_taken(ready: Rig) -> None:

@@ -21,6 +21,7 @@ from sublet.core.device import (
 )
 from sublet.ledger import slices
 from sublet.ledger.rows import DEVICE_COLUMNS
+from tests.conftest import MORE_EXAMPLES
 
 from .rig import Rig, postgres_rig, sqlite_rig
 
@@ -81,7 +82,9 @@ def bare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         schema.drop()
 
 
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=60 * MORE_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 @given(pool=pools(), wanted=st.lists(shapes, min_size=1, max_size=6))
 def test_candidates_are_what_fit_would_choose(bare: Rig, pool: list[Device], wanted: list[Shape]) -> None:
     def work(tx: Any) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from sublet import borrowing, wiring
 from sublet.settings import Settings, load_settings
+from tests import forked
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Home:
 
     def start(self, code: str, *args: str, **environment: str) -> subprocess.Popen[str]:
         """A real process running this code, its standard output to be read line by line."""
-        child = subprocess.Popen(
+        child = forked.Forked(
             [sys.executable, "-u", "-c", textwrap.dedent(code), *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -42,11 +43,19 @@ class Home:
         return wiring.warden_state(self.settings)[2]
 
     def end_warden(self, number: int = signal.SIGKILL) -> int:
+        """Also one that is only starting: it has no number yet, or takes the place of the one that was told."""
         pid = self.warden_pid()
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        wait_until(lambda: not wiring.warden_state(self.settings)[0])
+        told = {0}
+
+        def over() -> bool:
+            running, _, now = wiring.warden_state(self.settings)
+            if running and now not in told:
+                told.add(now)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(now, number)
+            return not running
+
+        wait_until(over)
         return pid
 
     def zygote_pids(self) -> list[int]:

@@ -19,6 +19,7 @@ from sublet.ports.ledger import LeaseKey
 from sublet.store.checkpoints import CheckpointStore
 from sublet.store.directory import DirectoryReplica
 from sublet.store.replicas import Replicas
+from tests.forked import Forked
 from tests.ledger.rig import Rig, sqlite_rig
 
 JOB = "team/job"
@@ -163,7 +164,7 @@ print(store.save("team/job", state, expected_version=int(version), lease=Held())
 def saver(shelf: Shelf, fill: int, version: int, failpoints: str = "") -> subprocess.Popen[str]:
     """A process that saves once, when it is told to."""
     key = shelf.lease.key
-    return subprocess.Popen(
+    return Forked(
         [sys.executable, "-c", CHILD,
          shelf.rig.url, str(key.epoch), key.secret, str(fill), str(version), *map(str, shelf.folders)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

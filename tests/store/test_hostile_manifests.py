@@ -1,6 +1,6 @@
 """Threats 7, 8, 9, 11 and 12: a manifest that is believed by its digest and means harm; names that lead elsewhere; links; other people's digests.
 
-1,000 manifests here, `SUBLET_MANIFESTS=10000` in `make proof`. What is done to them is in `hostile_manifests.py`.
+400 manifests here, `SUBLET_MANIFESTS=10000` in `make proof`. What is done to them is in `hostile_manifests.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sublet.store.replicas import Replicas
 from .hostile_manifests import GROWTH_BYTES, canary_state
 from .rig import JOB, Shelf, in_memory
 
-COUNT = int(os.environ.get("SUBLET_MANIFESTS", "1000"))
+COUNT = int(os.environ.get("SUBLET_MANIFESTS", "400"))
 SEED = int(os.environ.get("SUBLET_SEED", "4"))
 
 pytestmark = pytest.mark.timeout(180 + COUNT // 10)

@@ -21,6 +21,7 @@ from sublet.store.checkpoints import CheckpointStore
 from sublet.store.packing import digest
 from sublet.store.replicas import Replicas
 from sublet.store.slots import Slots
+from tests.forked import Forked
 from tests.runtime.conftest import wait_until
 
 from .rig import JOB, Shelf
@@ -80,7 +81,7 @@ def save_and(
     shelf: Shelf, arenas: Path, fill: int, end: signal.Signals = signal.SIGKILL, then: str = ""
 ) -> subprocess.Popen[str]:
     key = shelf.lease.key
-    process = subprocess.Popen(
+    process = Forked(
         [sys.executable, "-c", SAVER, str(arenas), str(int(end)), then, JOB, shelf.rig.url, str(key.epoch), key.secret,
          str(fill), str(shelf.version), *map(str, shelf.folders)],
         stdout=subprocess.PIPE,

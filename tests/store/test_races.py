@@ -19,6 +19,7 @@ import pytest
 
 from sublet.core.errors import HeadMoved
 from sublet.ports.ledger import LeaseKey
+from tests.forked import Forked
 
 from .rig import JOB, Held, Shelf, in_memory
 
@@ -85,7 +86,7 @@ def test_processes() -> None:
         shelf = Shelf(folder)
         key = shelf.lease.key
         racers = [
-            subprocess.Popen(
+            Forked(
                 [sys.executable, "-c", RACER, shelf.rig.url, json.dumps([key.lease_id, key.epoch, key.secret]), str(int(n == 2)),
                  *map(str, shelf.folders)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -168,7 +168,7 @@ def test_shared_chunks_must_still_be_on_a_quorum(shelf: Shelf) -> None:
 # --- reading -------------------------------------------------------------------------------------------------
 
 
-DAMAGES = int(os.environ.get("SUBLET_DAMAGES", "2000"))
+DAMAGES = int(os.environ.get("SUBLET_DAMAGES", "600"))
 SEED = int(os.environ.get("SUBLET_SEED", "4"))
 
 
@@ -252,7 +252,7 @@ class Copies:
                     (root / name).write_bytes(data)
 
 
-def test_2000_damages_over_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damages_over_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """C3, C4: flips, cuts, swaps, and parts of other files that verify as something else. Each is seen; after each the load is exact
     if one good copy of everything is left, and an error that names it otherwise; what was bad is made good again, never copied from."""
     monkeypatch.setattr(checkpoint, "GROUP_BYTES", 4096)  # two chunks in a small pack

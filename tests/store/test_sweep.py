@@ -24,11 +24,12 @@ from sublet.core.values import HOUR_US
 from sublet.store.directory import DirectoryReplica
 from sublet.store.packing import digest
 from sublet.store.sweeping import LEAST_AGE_US, Sweep, Swept
+from tests import forked
 
 from .rig import JOB, Shelf, in_memory, saver
 from .test_lineage import a_state, filled, versions
 
-EXAMPLES = int(os.environ.get("SUBLET_SWEEP_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("SUBLET_SWEEP_EXAMPLES", "8"))
 STORM_SECONDS = float(os.environ.get("SUBLET_SWEEP_STORM_SECONDS", "4"))
 PLACES = ["sweep_after_mark", "sweep_before_delete", "sweep_between_deletes"]
 
@@ -403,11 +404,11 @@ print(len(store.sweep(keep=Retention(last=2), older_than_us=0, nobody_is_saving=
 
 
 def sweeper(shelf: Shelf, armed: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", SWEEPER, shelf.rig.url, *map(str, shelf.folders)],
         env={**os.environ, "SUBLET_FAILPOINTS": "", "ARMED": armed},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize(
@@ -746,7 +747,7 @@ def test_sweeps_among_savers_readers_and_movers(tmp_path: Path) -> None:
                 lease=shelf.lease,
             )
         children = {
-            role: subprocess.Popen(
+            role: forked.Forked(
                 [sys.executable, "-c", STORM, role, str(STORM_SECONDS), shelf.rig.url, str(key.epoch), key.secret,
                  *map(str, shelf.folders)],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -21,6 +21,7 @@ from sublet.core.checkpoint import MAX_DEPTH, TensorEntry, lay_out
 from sublet.core.errors import Damaged, MissingExtra, Unsavable
 from sublet.store.arena import Arena
 from sublet.store.tree import Taken, put_together, take_apart
+from tests.conftest import MORE_EXAMPLES
 
 
 def round_trip(state: Any) -> Any:
@@ -112,7 +113,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150 * MORE_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
 def test_any_tree_comes_back_bit_exact(tree: Any) -> None:
     assert_same(tree, round_trip(tree))

@@ -52,7 +52,20 @@ class PostgresServer:
         if self._user is not None:
             os.chown(self.folder, self._user, -1)
             os.chown(self.data, self._user, -1)
-        self._run("initdb", "-D", str(self.data), "-U", "sublet", "-A", "trust", "-E", "UTF8", "--locale=C")
+        # Not synced: it is thrown away, and what it does once it runs is.
+        self._run(
+            "initdb",
+            "--no-sync",
+            "-D",
+            str(self.data),
+            "-U",
+            "sublet",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--locale=C",
+        )
         with (self.data / "postgresql.conf").open("a") as conf:
             conf.write(
                 f"listen_addresses = ''\nunix_socket_directories = '{self.folder}'\nmax_connections = 200\n"

@@ -1,0 +1,287 @@
+"""Python processes without the wait for their imports: each is forked from one that has them all, and is otherwise a process like any other.
+
+`Forked(command, …)` is `subprocess.Popen` and `run(command, …)` is `subprocess.run` with its output captured, for commands that are
+`[sys.executable, "-c", code, …]` or `[sys.executable, "-m", module, …]`: its own pid, environment, folder and streams, killed and waited for as
+usual, ended as an interpreter ends. What differs: its parent is the process it was forked from, its modules are there already, and
+PYTHONPATH counts only for its children. Tests of a start itself, of `exec` or of a parent use `subprocess`.
+
+Rules of this file:
+- The process that is forked runs nothing but imports, has one thread, and leaves with the one that started it.
+- A child ends as an interpreter does: threads waited for, exit functions run, its own objects let go, streams flushed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+#: Imported ahead, where it is there.
+MODULES = (
+    "numpy",
+    "torch",
+    "psycopg",
+    "safetensors.torch",
+    "sublet",
+    "sublet.cli.main",
+    *(f"sublet.cli.{p.stem}" for p in sorted((ROOT / "src" / "sublet" / "cli").glob("[a-z]*.py"))),
+    *(f"sublet.ledger.{p.stem}" for p in sorted((ROOT / "src" / "sublet" / "ledger").glob("[a-z]*.py"))),
+    *(f"sublet.store.{p.stem}" for p in sorted((ROOT / "src" / "sublet" / "store").glob("[a-z]*.py"))),
+    "sublet.testing.clock",
+    "sublet.drivers.host",
+)
+_LIMIT = 1 << 18
+_START = "import sys; from tests.forked import serve, become; become(serve(int(sys.argv[1]), sys.argv[2:]))"
+
+
+# --- in the process that is forked ---------------------------------------------------------------------------
+
+
+def serve(number: int, modules: Sequence[str]) -> dict[str, Any]:
+    """Returns in a child only."""
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            import_module(name)
+    gc.collect()
+    gc.freeze()
+    link = socket.socket(fileno=number)
+    wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who were started
+    tellers: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([link, wake], [], [])
+        if wake in ready:
+            os.read(wake, 1000)
+        _reap(tellers)
+        if link not in ready:
+            continue
+        data, fds, _, _ = socket.recv_fds(link, _LIMIT, 4)
+        if not data:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for fd in (wake, woken, fds[3], *tellers.values()):
+                os.close(fd)
+            link.close()
+            asked = json.loads(data)
+            return {**asked, "fds": fds[:3]}
+        for fd in fds[:3]:
+            os.close(fd)
+        tellers[pid] = fds[3]
+        os.write(fds[3], struct.pack("<i", pid))
+
+
+def _reap(tellers: dict[int, int]) -> None:
+    while tellers:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        teller = tellers.pop(pid)
+        with contextlib.suppress(OSError):
+            os.write(teller, struct.pack("<i", status))
+        os.close(teller)
+
+
+def become(asked: dict[str, Any]) -> None:
+    """What a new interpreter does with its command line."""
+    for number, fd in enumerate(asked["fds"]):
+        os.dup2(fd, number)
+    for fd in asked["fds"]:
+        os.close(fd)
+    if asked["session"]:
+        os.setsid()
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if asked["interruptible"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _, *words = asked["command"]
+    at_once = words[0] == "-u"
+    how, what, *args = words[1:] if at_once else words
+    sys.stdin = sys.__stdin__ = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    if at_once:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[attr-defined]
+    random.seed()
+    from sublet import failpoints
+
+    failpoints.arm_from_environment()
+    sys.argv = [how, *args]
+    sys.path.insert(0, "" if how == "-c" else asked["cwd"])
+    main = types.ModuleType("__main__")
+    status: object = 0
+    try:
+        if how == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            sys.modules["__main__"] = main
+            exec(compile(what, "<string>", "exec"), main.__dict__)
+    except SystemExit as e:
+        status = e.code
+    except BaseException as e:
+        sys.excepthook(type(e), e, e.__traceback__)
+        status = 1
+        if isinstance(e, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    _end(main, status)
+
+
+def _end(main: types.ModuleType, status: object) -> None:
+    """What an interpreter does last, without taking every imported module apart: that is most of the time of a short command."""
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    main.__dict__.clear()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(status & 255 if isinstance(status, int) else int(status is not None))
+
+
+# --- in the tests --------------------------------------------------------------------------------------------
+
+
+class _Origin:
+    """One process to fork from, started when it is first needed."""
+
+    def __init__(self, modules: Iterable[str], environment: Mapping[str, str]) -> None:
+        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
+        self.started_by = os.getpid()
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(theirs.fileno()), *modules],
+            env={**os.environ, **environment, "PYTHONPATH": path, "SUBLET_FAILPOINTS": ""},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+        )
+        theirs.close()
+
+    def end(self) -> None:
+        """Told by the socket's end, whoever else has inherited it."""
+        self.link.shutdown(socket.SHUT_RDWR)
+        self.link.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_origins: dict[str, _Origin] = {}
+_starting = threading.Lock()
+
+
+@atexit.register
+def _end_all() -> None:
+    for origin in _origins.values():
+        if origin.process.poll() is None and origin.started_by == os.getpid():
+            origin.end()
+
+
+def _origin(libraries: str) -> _Origin:
+    with _starting:
+        found = _origins.get(libraries)
+        if found is None or found.process.poll() is not None:
+            # What is found through LD_LIBRARY_PATH is decided when a process starts.
+            if libraries:
+                more = ("sublet.drivers.cuda", "sublet.drivers.session", "sublet.drivers.selftest")
+                found = _Origin(("sublet", *more), {"LD_LIBRARY_PATH": libraries})
+            else:
+                found = _Origin(MODULES, {})
+            _origins[libraries] = found
+        return found
+
+
+class Forked(subprocess.Popen[str]):
+    """Implements what `subprocess.Popen` does on POSIX, by asking the origin instead of by `exec`."""
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
+        _, _, _, _, cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:15]
+        command = [str(word) for word in args]
+        words = command[2:] if command[1] == "-u" else command[1:]
+        assert command[0] == sys.executable, command
+        assert words[0] in ("-c", "-m"), command
+        assert not shell
+        environment = dict(os.environ if env is None else env)
+        asked = {
+            "command": command,
+            "cwd": os.fspath(cwd or Path.cwd()),
+            "env": environment,
+            "session": bool(rest[20]),
+            "interruptible": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
+        }
+        self._told, teller = os.pipe2(os.O_CLOEXEC)
+        streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        libraries = environment.get("LD_LIBRARY_PATH", "")
+        own = libraries if libraries != os.environ.get("LD_LIBRARY_PATH", "") else ""
+        try:
+            socket.send_fds(_origin(own).link, [json.dumps(asked).encode()], [*streams, teller])
+        finally:
+            os.close(teller)
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        pid = os.read(self._told, 4)
+        assert pid, "the process to fork from is gone"
+        [self.pid] = struct.unpack("<i", pid)
+        self._child_created = True
+
+    def _status(self) -> int:
+        data = os.read(self._told, 4)
+        os.close(self._told)
+        return int(struct.unpack("<i", data)[0]) if data else int(signal.SIGKILL)
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        with self._waitpid_lock:  # type: ignore[attr-defined]
+            if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+                self._handle_exitstatus(self._status())  # type: ignore[attr-defined]
+        return self.returncode
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags and not select.select([self._told], [], [], 0)[0]:
+            return 0, 0
+        return self.pid, self._status()
+
+
+def run(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float | None = None,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    pipe = subprocess.PIPE
+    with Forked(
+        command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    ) as child:
+        try:
+            out, error = child.communicate(timeout=timeout)
+        except BaseException:  # the test's own time limit too: leaving the block waits for the child
+            child.kill()
+            raise
+    assert not check or child.returncode == 0, error
+    return subprocess.CompletedProcess(command, child.returncode, out, error)

@@ -1,0 +1,95 @@
+"""A forked Python is told from one that was started only by how soon it is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+
+PROGRAMS = {
+    "says": "import sys; print(sys.argv, __name__, sys.path[0]); print('wrong', file=sys.stderr)",
+    "code": "raise SystemExit(300)",
+    "words": "raise SystemExit('no')",
+    "none": "raise SystemExit",
+    "thread": "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+    "at exit": "import atexit; atexit.register(print, 'bye'); print('hello')",
+    "let go": "class A:\n  def __del__(self): print('gone')\na = A()",
+    "unflushed": "import sys; sys.stdout.write('half a line')",
+    "killed": "import os, signal; print('x', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
+    "interrupted": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
+    "environment": "import os; print(sorted(os.environ.items()), os.getcwd(), os.getenv('NEW'))",
+    "descriptors": "import os; print(sorted(os.listdir('/proc/self/fd')))",
+    "signals": "import signal; print(signal.getsignal(signal.SIGCHLD), signal.getsignal(signal.SIGINT))",
+    "failpoints": "import os; from sublet import failpoints; failpoints.failpoint('before_begin')",
+    "children": "import subprocess; print(subprocess.run(['sh', '-c', 'exit 3']).returncode)",
+    "main": "import pickle, __main__\nclass A: pass\nprint(pickle.loads(pickle.dumps(A)) is A is __main__.A)",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_if_it_were_started(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAMS[name], "one", "two three"]
+    env = {
+        "PATH": os.environ["PATH"],
+        "LC_CTYPE": "C.UTF-8",
+        "PYTHONPATH": f"{forked.ROOT}/src",
+        "SUBLET_FAILPOINTS": "before_begin=kill" if name == "failpoints" else "",
+        "NEW": "é",
+    }
+    started = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    done = forked.run(command, env=env, cwd=tmp_path, timeout=30)
+    assert (done.returncode, done.stdout) == (started.returncode, started.stdout), done.stderr
+    assert done.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
+
+
+def test_a_traceback_is_shown() -> None:
+    done = forked.run([sys.executable, "-c", "1 / 0"])
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_talked_to_stopped_and_killed() -> None:
+    code = "for line in iter(input, 'end'): print(line.upper())"
+    pipe = subprocess.PIPE
+    with forked.Forked([sys.executable, "-u", "-c", code], stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write("a\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "A\n"
+        assert child.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.05)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait(5) == child.poll() == -signal.SIGKILL
+
+
+def test_each_is_a_process_of_its_own() -> None:
+    code = "import os, random; print(os.getpid(), random.random())"
+    said = [forked.run([sys.executable, "-c", code]).stdout.split() for _ in range(3)]
+    assert len({pid for pid, _ in said}) == len({number for _, number in said}) == 3
+
+
+def test_it_leaves_with_whoever_started_it() -> None:
+    code = (
+        "import sys; from tests import forked\n"
+        "forked.run([sys.executable, '-c', 'pass'])\n"
+        "print(forked._origins[''].process.pid, flush=True)\n"
+        "import os; os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("from tests import forked", "from tests import forked; forked.MODULES = ()")],
+        capture_output=True, text=True, cwd=forked.ROOT, check=False,
+        env={**os.environ, "PYTHONPATH": f"{forked.ROOT}/src:{forked.ROOT}"},
+    )  # fmt: skip
+    from tests.runtime.conftest import process_is_gone, wait_until
+
+    wait_until(lambda: process_is_gone(int(done.stdout)), 10)
