@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 from sublet.core.device import parse_exclusivity
@@ -22,6 +22,7 @@ from sublet.core.errors import BadInput, SubletError
 from sublet.core.lease import Holder, Request, parse_tier
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
+from sublet.hosting.containment import contained
 from sublet.ports.ledger import Ledger
 from sublet.ports.worker import Worker
 from sublet.runtime.acquire import OnOffer, OnWait
@@ -29,7 +30,15 @@ from sublet.runtime.acquire import acquire as acquire_lease
 from sublet.runtime.holding import Lease
 from sublet.runtime.on_gpu import OnGpu, Warm
 from sublet.settings import Settings, load_settings, switched_on
-from sublet.wiring import CLOCK, ensure_warden, keeper, open_ledger, open_session, processes, workers
+from sublet.wiring import (
+    CLOCK,
+    ensure_warden,
+    keeper,
+    open_ledger,
+    open_session,
+    processes,
+    workers,
+)
 
 DEFAULT_VRAM = "1GiB"
 DEFAULT_TTL = "5m"
@@ -58,7 +67,11 @@ class GpuRequest:
         on_wait: OnWait | None,
         on_offer: OnOffer | None,
         pid: int = 0,
+        start: Callable[[], Worker] | None = None,
+        environment: Callable[[Lease, Worker], Mapping[str, str]] | None = None,
+        still_wanted: Callable[[], None] = lambda: None,
     ) -> None:
+        """`start` makes the worker that will hold it, if not one that is called; `environment` adds to what that one sees."""
         if holder not in (None, "process", "worker", "name"):
             raise BadInput(f"holder {holder!r} is unknown: use 'process', 'worker' or 'name'")
         self.request = request
@@ -67,6 +80,9 @@ class GpuRequest:
         self._on_wait = on_wait
         self._on_offer = on_offer
         self._pid = pid or os.getpid()
+        self._start = start or (lambda: workers(settings).start())
+        self._environment = environment or (lambda lease, worker: {})
+        self._still_wanted = still_wanted
         self._lease: Lease | None = None
 
     def _who(self) -> Holder:
@@ -82,11 +98,22 @@ class GpuRequest:
         ledger = open_ledger(self._settings)
         ensure_tenant(self._settings, ledger, self.request.tenant)
         ensure_warden(self._settings)
-        worker = workers(self._settings).start() if self._holder == "worker" else None
+        if self._holder == "worker" and contained():
+            raise BadInput(
+                "a leased worker cannot be started inside 'sublet run'",
+                remedy="use the lease of the run: this process holds it already",
+            )
+        worker = self._start() if self._holder == "worker" else None
         try:
             holder = worker.holder if worker is not None else self._who()
             lease = acquire_lease(
-                ledger, CLOCK, self.request, holder, on_wait=self._on_wait, on_offer=self._on_offer
+                ledger,
+                CLOCK,
+                self.request,
+                holder,
+                on_wait=self._on_wait,
+                on_offer=self._on_offer,
+                still_wanted=self._still_wanted,
             )
         except BaseException:
             if worker is not None:
@@ -103,7 +130,7 @@ class GpuRequest:
 
     def _move_in(self, lease: Lease, worker: Worker) -> None:
         try:
-            lease._adopt(worker, child_environment(lease))
+            lease._adopt(worker, {**self._environment(lease, worker), **child_environment(lease)})
         except BaseException:
             lease.release()
             raise
@@ -202,7 +229,10 @@ def _disabled_by_file() -> bool:
 
 
 def _disabled() -> bool:
-    """The variable counts at every call, as tests and debuggers set it; the file is read once, as a call must not cost that."""
+    """The variable counts at every call, as tests and debuggers set it; the file is read once, as a call must not cost that. Inside
+    `sublet run` the process has its GPU already, and is contained like a worker."""
+    if contained():
+        return True
     said = os.environ.get("SUBLET_DISABLE")
     return switched_on(said) if said else _disabled_by_file()
 

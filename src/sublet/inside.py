@@ -18,9 +18,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sublet.core.errors import LeaseLost
-from sublet.ports.ledger import LeaseKey
+
+if TYPE_CHECKING:
+    from sublet.ports.ledger import LeaseKey
 
 PAGE_BYTES = 4096
 _DEADLINE = struct.Struct("<q")
@@ -53,6 +56,8 @@ class Tenancy:
 
     @property
     def key(self) -> LeaseKey:
+        from sublet.ports.ledger import LeaseKey  # a supervisor needs none, and starts in half the time
+
         if not self.secret:
             raise LeaseLost(
                 f"lease {self.id} is held for this worker by the process that called it; commit there"
@@ -88,6 +93,18 @@ def move_in(tenancy: Tenancy) -> None:
 def tenancy() -> Tenancy | None:
     """The lease this process is a worker of, or None."""
     return _current
+
+
+def run_holder() -> tuple[int, int] | None:
+    """Pid and start tick, outside, of what holds the lease of the run this process belongs to."""
+    notice_file = os.environ.get("SUBLET_NOTICE_FILE")
+    if not notice_file:
+        return None
+    try:
+        pid, started = json.loads((Path(notice_file).parent / KEY_FILE).read_text())["holder"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return int(pid), int(started)
 
 
 def of_run() -> Tenancy | None:

@@ -20,12 +20,13 @@ from sublet.core.kernel import Scalar
 from sublet.core.values import DAY_US, check_job, parse_duration
 from sublet.ports.ledger import Ledger
 from sublet.ports.ranks import Alone, Ranks
+from sublet.runtime.alarms import Alarms
 from sublet.runtime.capture import Captured
 from sublet.runtime.holding import Lease
 from sublet.runtime.progress_line import ProgressLine
 from sublet.runtime.step import Completed, Duplicate, KernelStep, as_shape
 from sublet.runtime.step import run_step as run_one_step
-from sublet.runtime.train import SAVE_PATIENCE_US, Held, Parts, Run
+from sublet.runtime.train import SAVE_PATIENCE_US, Held, Parts, Preempted, Run
 from sublet.settings import Settings, load_settings
 from sublet.store.checkpoints import CheckpointStore
 from sublet.wiring import CLOCK, checkpoints, open_ledger
@@ -86,7 +87,9 @@ def train(
         elif held is None:
             options = {"vram": vram, "ttl": ttl, "wait": wait, **leasing}
             given = {key: value for key, value in options.items() if value is not None}
-            own = gpu(tier=tier, job=name, settings=settings, **given)._keep()
+            asked = gpu(tier=tier, job=name, settings=settings, **given)
+            asked._still_wanted = lambda: leave_the_waitlist(alarms, name)
+            own = asked._keep()
             held = own
         if isinstance(held, Lease):
             alarms.listen_to(held)
@@ -117,6 +120,14 @@ def train(
             own.release()
         raise
     return run
+
+
+def leave_the_waitlist(alarms: Alarms, name: str) -> None:
+    """Told to leave before the GPU came: nothing was begun, so nothing is saved."""
+    notice = alarms.notice
+    if notice is not None:
+        print(f"{name}: leaves ({notice.reason}) before it got a GPU; nothing was begun", file=sys.stderr)
+        raise Preempted(notice, step=0, committed=0, plan="nothing was begun")
 
 
 def _unnamed() -> str:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,13 +33,16 @@ from sublet.drivers.probe import find_devices
 from sublet.drivers.remote import RemoteSession
 from sublet.hosting.arenas import ArenaHolder, HeldArenas
 from sublet.hosting.clock import HostClock
+from sublet.hosting.containment import contained
 from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.processes import HostProcesses
+from sublet.ports.command import Command
 from sublet.ports.driver import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.ports.notices import NoticeSource, OpenSource, Surroundings
 from sublet.ports.session import Session
 from sublet.ports.worker import Workers
+from sublet.runs import RunFolder
 from sublet.runtime.holding import Lease
 from sublet.runtime.keeper import Keeper
 from sublet.runtime.teardown import DeviceMemory
@@ -186,6 +189,15 @@ def block_keeper(settings: Settings) -> BlockKeeper:
         return _block_keepers[-1]
 
 
+def start_command(
+    settings: Settings, run: RunFolder, executable: str, command: Sequence[str], grace_us: int
+) -> Command:
+    """A command in its containment, waiting for its lease. Imported late: only `sublet run` needs it."""
+    from sublet.hosting.command import LocalCommand
+
+    return LocalCommand(run, settings.home / "run", settings["host"], executable, command, grace_us)
+
+
 def processes(settings: Settings) -> HostProcesses:
     return HostProcesses(settings["host"], settings.home / "run")
 
@@ -307,6 +319,10 @@ def ensure_warden(settings: Settings, *, wait: bool = True) -> None:
     while True:
         running, ready, _ = warden_state(settings)
         if ready:
+            return
+        if contained():
+            # A warden started in here would see none of the host's processes, and take every holder for dead. The run outside
+            # looks after it at each renewal.
             return
         if not running and started and not os.path.exists(f"/proc/{started}"):
             if warden_state(settings)[0]:

@@ -14,6 +14,7 @@ from sublet.cli.records import (
     running_us,
     short_state,
 )
+from sublet.cli.runs import show_runs
 from sublet.core.device import MANY_TENANTS
 from sublet.core.values import format_duration, format_size
 from sublet.settings import load_settings
@@ -53,10 +54,11 @@ def gpus(as_json: bool) -> None:
 @click.command(epilog="Example:  sublet ps --all --tenant ada")
 @click.option("-a", "--all", "everything", is_flag=True, help="Ended leases too, newest first.")
 @click.option("--tenant", default="", help="Only this tenant's.")
+@click.option("--runs", is_flag=True, help="This user's runs ('sublet run') instead of leases.")
 @click.option("--receipts", is_flag=True, help="How teardowns went, newest first.")
 @click.option("--limit", default=200, show_default=True, help="The most to show.")
 @json_option
-def ps(everything: bool, tenant: str, receipts: bool, limit: int, as_json: bool) -> None:
+def ps(everything: bool, tenant: str, runs: bool, receipts: bool, limit: int, as_json: bool) -> None:
     """Leases and waiters, each with its reason.
 
     ST: R runs, PD waits, CG is leaving; with --all also CD released, TO expired, CA revoked, PR preempted, NF holder or
@@ -65,6 +67,9 @@ def ps(everything: bool, tenant: str, receipts: bool, limit: int, as_json: bool)
     --receipts: how each lease was torn down: PROVEN clean or not, the rung of the LADDER it took (gone, term, kill), what
     contained its processes, how much device memory was FREED and SCRUBBED, and how long it TOOK.
     """
+    if runs:
+        show_runs(load_settings(), everything=everything, limit=limit, as_json=as_json)
+        return
     if receipts:
         _show_receipts(tenant, limit, as_json)
         return

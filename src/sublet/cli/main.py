@@ -44,6 +44,10 @@ EXIT_CODES: dict[type[SubletError], int] = {
 #: Command to (module, its line in --help). The order is the order of --help.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo", "A tour of about a minute: trains through every kind of loss, and proves that nothing was lost."),
+    "run": ("run", "Any command under a lease: told before it is lost, started again after it."),
+    "logs": ("runs", "What a run printed; -f follows it over every restart."),
+    "attach": ("runs", "Follow a run live; Ctrl-C detaches."),
+    "cancel": ("runs", "Tell a run to leave; said twice, it is killed."),
     "gpus": ("listings", "Devices: what is free, who is on them, what is withheld."),
     "ps": ("listings", "Leases and waiters, each with its reason."),
     "lease": ("lease", "Acquire, renew, release or show one lease."),

@@ -23,6 +23,8 @@ PID_NAMESPACE = "pid namespace"
 SUBREAPER = "subreaper"
 #: More processes than any honest worker has; fewer than it takes to starve a machine.
 PIDS_MAX = 4096
+#: Threads count too, and a training with many data loaders on a large machine has thousands of them.
+COMMAND_PIDS_MAX = 32_768
 
 
 # --- cgroup --------------------------------------------------------------------------------------------------
@@ -48,7 +50,7 @@ class Group:
     path: Path
 
     @classmethod
-    def make(cls, name: str) -> Group | None:
+    def make(cls, name: str, pids_max: int = PIDS_MAX) -> Group | None:
         """Below this process's own group, which is where a user may make one if anywhere."""
         mount = cgroup_mount()
         if mount is None:
@@ -63,7 +65,7 @@ class Group:
         except (OSError, StopIteration):
             return None
         with contextlib.suppress(OSError):
-            (path / "pids.max").write_text(str(PIDS_MAX))
+            (path / "pids.max").write_text(str(pids_max))
         return cls(path)
 
     @classmethod
@@ -167,6 +169,16 @@ def namespaces_work() -> bool:
             code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
         os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@cache
+def contained() -> bool:
+    """Does this process live in the PID namespace of a leased worker or command? Its pids mean nothing outside, and theirs nothing here."""
+    try:
+        first = Path("/proc/1/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(part.startswith(b"sublet.hosting.") for part in first)
 
 
 def available() -> list[str]:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def spawn_detached(command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+def spawn_detached(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, folder: str = "/"
+) -> int:
     """In a session of its own, a child of init and not of ours; its pid. What it prints goes into the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as lines:
@@ -17,7 +19,7 @@ def spawn_detached(command: Sequence[str], environment: Mapping[str, str], log: 
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=lines,
-            cwd="/",
+            cwd=folder,
             env=dict(environment),
             start_new_session=True,
             check=True,

@@ -39,6 +39,8 @@ BACKSTOP_US = 250_000
 POLL_MOST_MS = 3_600_000
 _SCM_CREDENTIALS = 2
 _CREDENTIALS = struct.Struct("iII")
+#: As wait() gives it.
+STATUS = struct.Struct("<i")
 
 Serve = Callable[[list[int]], NoReturn]
 
@@ -54,6 +56,7 @@ class Inmate:
     link: socket.socket
     group: Group | None
     containment: str
+    told_fd: int = -1  # a lingering first process says here how the leader ended
 
 
 def _now_us() -> int:
@@ -63,27 +66,36 @@ def _now_us() -> int:
 # --- making a contained worker -------------------------------------------------------------------------------
 
 
-def contain(serve: Serve) -> Inmate:
-    """Fork the worker into the best containment there is. It waits inside until it is given its descriptors."""
+def contain(serve: Serve, *, lingers: bool = False) -> Inmate:
+    """Fork the worker into the best containment there is. It waits inside until it is given its descriptors.
+
+    When it ends, whatever it started is ended by the kernel at once; with `lingers`, the first process of its namespace stays until
+    nobody is left or it is killed itself, so that those who are left can be asked first."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     used = []
     own = read_stat(os.getpid())
-    group = Group.make(containment.group_name(own.pid, own.started)) if own else None
+    most = containment.COMMAND_PIDS_MAX if lingers else containment.PIDS_MAX
+    group = Group.make(containment.group_name(own.pid, own.started), most) if own else None
     if group is not None:
         used.append(containment.CGROUP)
     namespaces = containment.namespaces_work()
     here, there = pair()
     here.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     supervisor = os.getpid()
+    told_read = told_write = -1
     if namespaces:
         containment.enter_new_namespaces()
         used.append(containment.PID_NAMESPACE)
+        if lingers:
+            told_read, told_write = os.pipe2(os.O_CLOEXEC)
     if not used:
         used.append(containment.SUBREAPER)
     first = os.fork()
     if first == 0:
-        _inmate(supervisor, group, namespaces, here, there, serve)
+        _inmate(supervisor, group, namespaces, here, there, serve, told_write)
     there.close()
+    if told_write >= 0:
+        os.close(told_write)
     first_fd = os.pidfd_open(first)
     try:
         pid = _hear_pid(here)
@@ -93,7 +105,7 @@ def contain(serve: Serve) -> Inmate:
             group.emptied(KILL_WAIT_US)
             group.remove()
         raise
-    return Inmate(pid, os.pidfd_open(pid), first, first_fd, here, group, ", ".join(used))
+    return Inmate(pid, os.pidfd_open(pid), first, first_fd, here, group, ", ".join(used), told_read)
 
 
 def _inmate(
@@ -103,6 +115,7 @@ def _inmate(
     here: socket.socket,
     there: socket.socket,
     serve: Serve,
+    told: int,
 ) -> NoReturn:
     # Inside a new namespace the parent is 0; that it lives is checked by the pipe that follows.
     linux.die_with_parent(0 if namespaces else supervisor)
@@ -119,7 +132,7 @@ def _inmate(
         worker = os.fork()
         if worker != 0:
             there.close()
-            _first_of_namespace(worker)
+            _first_of_namespace(worker, told)
         linux.die_with_parent(1)
     else:
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
@@ -131,12 +144,20 @@ def _inmate(
     serve(fds)
 
 
-def _first_of_namespace(worker: int) -> NoReturn:
-    """Reap whoever is orphaned; end with the worker, and everything in the namespace with it."""
-    os.closerange(0, 1024)
+def _first_of_namespace(worker: int, told: int) -> NoReturn:
+    """Reap whoever is orphaned; end with the worker, and everything in the namespace with it. One that lingers says how the worker
+    ended, and ends when nobody is left."""
+    os.closerange(0, told if told >= 0 else 1024)
+    os.closerange(told + 1, 1024)
     while True:
-        pid, status = os.wait()
-        if pid == worker:
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:
+            os._exit(0)
+        if pid == worker and told >= 0:
+            os.write(told, STATUS.pack(status))
+            os.close(told)
+        elif pid == worker:
             if os.WIFSIGNALED(status):
                 os._exit(128 + os.WTERMSIG(status))
             os._exit(os.WEXITSTATUS(status))
@@ -240,18 +261,7 @@ class Supervisor:
                 leaving = read_stat(inmate.pid)
                 ladder = "term" if leaving is not None and leaving.exiting else "kill"
         # Also when the worker left by itself: what it started goes with it.
-        if inmate.group is not None:
-            inmate.group.kill()
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(inmate.first_fd, signal.SIGKILL)
-        status = _status_of(inmate.first) if ended(inmate.first_fd, KILL_WAIT_US) else None
-        # The first process of a namespace is gone only when all of them are; without one they have to be looked for.
-        contained = containment.PID_NAMESPACE in inmate.containment and status is not None
-        survivors = [] if contained else end_children(KILL_WAIT_US)
-        if inmate.group is not None:
-            if not inmate.group.emptied(KILL_WAIT_US):
-                survivors += inmate.group.pids()
-            inmate.group.remove()
+        status, survivors = kill_all(inmate)
         self._account(ended=True, ladder=ladder, survivors=survivors, duration_us=_now_us() - begun)
         self._say({"ended": why, "status": status})
         os._exit(0)
@@ -262,6 +272,24 @@ class Supervisor:
         facts["containment"] = self._inmate.containment
         facts["pids"] = sorted({os.getpid(), self._inmate.first, self._inmate.pid})
         accounts.keep(self._folder, os.getpid(), self.started, facts)
+
+
+def kill_all(inmate: Inmate) -> tuple[int | None, list[int]]:
+    """Everything in the containment, and wait until it is gone: how the first process ended, and who outlived it."""
+    if inmate.group is not None:
+        inmate.group.kill()
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(inmate.first_fd, signal.SIGKILL)
+    gone = ended(inmate.first_fd, KILL_WAIT_US)
+    status = _status_of(inmate.first) if gone else None
+    # The first process of a namespace is gone only when all of them are; without one they have to be looked for.
+    contained = containment.PID_NAMESPACE in inmate.containment and gone
+    survivors = [] if contained else end_children(KILL_WAIT_US)
+    if inmate.group is not None:
+        if not inmate.group.emptied(KILL_WAIT_US):
+            survivors += inmate.group.pids()
+        inmate.group.remove()
+    return status, survivors
 
 
 def _status_of(pid: int) -> int | None:

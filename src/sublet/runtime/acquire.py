@@ -44,7 +44,9 @@ def acquire(
     *,
     on_wait: OnWait | None = None,
     on_offer: OnOffer | None = None,
+    still_wanted: Callable[[], None] = lambda: None,
 ) -> Lease:
+    """`still_wanted` is called now and then while it waits, and raises when nobody wants it any more."""
     lease_id, secret = new_id(), new_secret()
     failpoint("before_acquire_commit")
     sent_at = clock.monotonic_us()
@@ -52,7 +54,7 @@ def acquire(
     failpoint("after_acquire_commit")
     if answer.lease.state is LeaseState.WAITING:
         try:
-            answer, sent_at = _wait(ledger, clock, secret, answer, on_wait, on_offer)
+            answer, sent_at = _wait(ledger, clock, secret, answer, on_wait, on_offer, still_wanted)
         except BaseException:
             with contextlib.suppress(SubletError):
                 ledger.release(lease_id, secret)
@@ -67,6 +69,7 @@ def _wait(
     answer: Answer,
     on_wait: OnWait | None,
     on_offer: OnOffer | None,
+    still_wanted: Callable[[], None],
 ) -> tuple[Answer, int]:
     lease_id = answer.lease.id
     bell = ledger.bell()
@@ -74,6 +77,7 @@ def _wait(
     try:
         bell.listen(lease_topic(lease_id))
         while True:
+            still_wanted()
             if on_wait is not None and answer.wait is not None:
                 on_wait(answer.wait)
             lease = answer.lease
