@@ -284,19 +284,30 @@ def test_every(sqlite_home: Home) -> None:
         (lambda: sublet.train("job", {"x": 1}, grace="soon"), "grace"),
         (lambda: sublet.train("job", {"x": 1}, vram="much"), "vram"),
         (lambda: sublet.train("job", {"x": 1}, per_rank=["y"]), "per_rank"),
-        (
-            lambda: list(sublet.train("job", {"x": 1}, vram="1GiB", progress=False).steps(-1)),
-            "number of steps",
-        ),
-        (
-            lambda: sublet.train("job", {"x": 1}, vram="1GiB", progress=False).steps(1, on_notice="?"),
-            "on_notice",
-        ),
     ],
 )
 def test_wrong_input_is_one_sentence(sqlite_home: Home, call: Any, says: str) -> None:
     with pytest.raises(sublet.BadInput, match=says):
         call()
+
+
+def test_a_loop_that_cannot_be(sqlite_home: Home) -> None:
+    with sublet.train("job", {"x": 1}, vram="1GiB", progress=False) as run:
+        for total in (-1, 1.5, True, "many"):
+            with pytest.raises(sublet.BadInput, match="number of steps"):
+                run.steps(total)  # type: ignore[arg-type]
+        with pytest.raises(sublet.BadInput, match="on_notice"):
+            run.steps(1, on_notice="?")
+        with pytest.raises(sublet.BadInput, match="every"):
+            run.every(0)
+        for _ in run.steps(2):
+            with pytest.raises(sublet.BadInput, match="one loop at a time"):
+                run.steps(3)
+            with pytest.raises(sublet.BadInput, match="not finished"):
+                run.save()
+    with pytest.raises(sublet.BadInput, match="over"):
+        run.steps(3)
+    assert holds_lease("job") == ""
 
 
 @pytest.mark.parametrize(
@@ -530,3 +541,20 @@ def test_a_loss_that_is_not_a_number_is_stored_as_such(sqlite_home: Home) -> Non
     outcome = json.loads(left_of("job", "job:1").effects["job:1"].outcome)
     assert outcome["log"] == {"loss": "nan", "tensor": 2.5}
     assert outcome["compute_us"] >= 0
+
+
+def test_the_lease_s_own_end_counts_when_a_signal_promises_more(sqlite_home: Home, calm: Left) -> None:
+    """15 seconds of grace are worth nothing to a lease that ends in half a second."""
+
+    def work() -> None:
+        def stop(run: Any, step: Any) -> None:
+            if step.number == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+                run._parts.lease._deadline_us = run._parts.clock.monotonic_us() + 500_000
+
+        walk("job", STEPS, every=4, on_step=stop, grace="15s")
+
+    assert run_to_end(work) == 85
+    assert committed_step() == 4
+    assert run_to_end(lambda: walk("job", STEPS)) == 0
+    check_walk("job", calm, STEPS)

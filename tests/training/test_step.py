@@ -162,8 +162,8 @@ def test_without_an_active_lease_nothing_is_started(lease: Lease, sqlite_home: H
 
 def test_two_holders_of_one_step(lease: Lease) -> None:
     """The other one is busy with it; when its lease is dead the step is taken over."""
-    other = sublet.gpu(vram="1GiB", ttl="1m").acquire()
-    newer = sublet.gpu(vram="1GiB", ttl="1m").acquire()
+    other = sublet.gpu(vram="1GiB", ttl="1m", holder="name").acquire()
+    newer = sublet.gpu(vram="1GiB", ttl="1m", holder="name").acquire()
     with pytest.raises(sublet.CompileFailed):
         asked(other, module="not python (")  # reserved, and left
     with pytest.raises(sublet.EffectBusy):

@@ -566,6 +566,10 @@ class Run:
         if self._behind is not None:
             left = self._last_bytes if self._last_bytes is not None else self._full_bytes
             behind = Behind(bytes_left=left, holds_all=self._behind.step == self.step)
+        if self._parts.lease is not None:
+            # A signal brings its own grace; what the lease has left may be less, and after it nothing can be committed.
+            ends = now + int(self._parts.lease.seconds_left * SECOND_US)
+            notice = replace(notice, deadline_us=min(notice.deadline_us, ends))
         plan = plan_drain(
             notice,
             now,
