@@ -30,6 +30,9 @@ _DEADLINE = struct.Struct("<q")
 _STEPS = struct.Struct("<qq")
 _STEPS_AT = 8
 
+#: Names a file of one page that a run reports its steps to, whoever may be looking.
+STEPS_VARIABLE = "SUBLET_STEPS_FILE"
+
 #: Files of a run, beside the one SUBLET_NOTICE_FILE names.
 KEY_FILE = "lease.key"
 PAGE_FILE = "page"
@@ -43,6 +46,28 @@ def read_steps(page: mmap.mmap) -> tuple[int, int]:
     """The step being worked on, and the last one committed, as its process wrote them last."""
     working_on, committed = _STEPS.unpack_from(page, _STEPS_AT)
     return working_on, committed
+
+
+def write_steps(page: mmap.mmap, working_on: int, committed: int) -> None:
+    _STEPS.pack_into(page, _STEPS_AT, working_on, committed)
+
+
+def open_page(path: Path, *, create: bool = False) -> mmap.mmap:
+    with open(path, "w+b" if create else "r+b") as file:
+        if create:
+            file.truncate(PAGE_BYTES)
+        return mmap.mmap(file.fileno(), PAGE_BYTES)
+
+
+def onlooker() -> mmap.mmap | None:
+    """The page somebody outside follows this process's steps in, or None. Not to be followed is no reason not to work."""
+    path = os.environ.get(STEPS_VARIABLE)
+    if not path:
+        return None
+    try:
+        return open_page(Path(path))
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +104,7 @@ class Tenancy:
         yield
 
     def write_steps(self, working_on: int, committed: int) -> None:
-        _STEPS.pack_into(self.page, _STEPS_AT, working_on, committed)
+        write_steps(self.page, working_on, committed)
 
 
 _current: Tenancy | None = None
@@ -115,8 +140,7 @@ def of_run() -> Tenancy | None:
     folder = Path(notice_file).parent
     try:
         found = json.loads((folder / KEY_FILE).read_text())
-        with open(folder / PAGE_FILE, "r+b") as file:
-            page = mmap.mmap(file.fileno(), PAGE_BYTES)
+        page = open_page(folder / PAGE_FILE)
     except (OSError, ValueError):
         return None
     if found.get("lease") != os.environ["SUBLET_LEASE_ID"]:

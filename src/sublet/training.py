@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sublet import inside
@@ -106,7 +106,7 @@ def train(
                 line=ProgressLine(sys.stderr if progress and ranks.rank == 0 else None, name),
                 lease=held,
                 losses=_losses(ledger, name) if ranks.rank == 0 else Losses(),
-                report=tenancy.write_steps if tenancy is not None else _nobody,
+                report=_reporting(tenancy) if ranks.rank == 0 else _nobody,
                 release=lambda: _give_back(own, opened if store is None else None),
             ),
             cadence=cadence,
@@ -144,6 +144,17 @@ def _given_grace() -> Duration:
 
 def _nobody(working_on: int, committed: int) -> None:
     pass
+
+
+def _reporting(tenancy: inside.Tenancy | None) -> Callable[[int, int], None]:
+    """To the run this process was started by, and to whoever else follows its steps."""
+    pages = [page for page in (tenancy.page if tenancy else None, inside.onlooker()) if page is not None]
+
+    def report(working_on: int, committed: int) -> None:
+        for page in pages:
+            inside.write_steps(page, working_on, committed)
+
+    return report if pages else _nobody
 
 
 def _give_back(lease: Lease | None, store: CheckpointStore | None) -> None:

@@ -73,7 +73,8 @@ def test_what_a_commit_stored_is_spoken_for_in_the_journal(pool: Rig) -> None:
     answer = pool.ask(10)
     for step, cursor in enumerate(["", "käse 🧀", "1:2"], 1):
         pool.commit(answer, step, cursor=cursor, outcome="{\n}")
-        assert _told(pool)[-1]["said"] == said(cursor, "{\n}")
+        told = _told(pool)[-1]
+        assert (told["said"], told["cursor"]) == (said(f"print-{step}", "{\n}"), said("", cursor))
     assert said("ab", "c") != said("a", "bc")
 
 

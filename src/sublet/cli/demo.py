@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -23,9 +25,9 @@ from sublet.cli.demo_job import misbehave
 from sublet.cli.demo_view import View
 from sublet.core.effect import Commit
 from sublet.core.errors import SubletError
+from sublet.core.goodput import Account, Stretch, accounts, cost_micro, stretches
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.values import format_duration, format_size
-from sublet.drivers.opencl import opencl_is_here
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
 from sublet.ports.processes import Receipt
 from sublet.runtime.holding import Lease
@@ -35,20 +37,20 @@ from sublet.wiring import checkpoints, close_all, ensure_warden, open_ledger, wa
 STEPS = 120
 PACE = "0.06"
 GRACE_US = 3_000_000
-#: What the cost line counts with, per GPU-hour.
-PRICE = 2.50
+#: What the cost line counts with, in millionths per GPU-hour.
+PRICE_MICRO = 2_500_000
 
 
 class Tour:
     def __init__(self, folder: Path) -> None:
-        devices = "opencl:all" if opencl_is_here() else "host:1x16GiB"
+        devices = "opencl:all" if find_spec("pyopencl") is not None else "host:1x16GiB"
         self.environment = dict(os.environ) | {
             "SUBLET_HOME": str(folder),
             "SUBLET_LEDGER": f"sqlite:{folder}/ledger.db",
             "SUBLET_STORE": f"dir:{folder}/store",
             "SUBLET_DEVICES": devices,
             "SUBLET_NOTICES": "none",
-            "SUBLET_PRELOAD": "pyopencl" if devices.startswith("opencl") else "none",
+            "SUBLET_PRELOAD": "none",
         }
         os.environ.update({k: v for k, v in self.environment.items() if k.startswith("SUBLET_")})
         self.settings: Settings = load_settings()
@@ -123,7 +125,10 @@ def kill(tour: Tour, child: subprocess.Popen[bytes], held: Answer) -> None:
     while not tour.ledger.look(held.lease.id).lease.settled_at:
         time.sleep(0.001)
     spent = (time.monotonic() - at) * 1000
-    tour.say("reclaimed", f"its worker is gone and the device was free again after {spent:.0f} ms, not after the ttl")
+    tour.say(
+        "reclaimed",
+        f"its worker is gone and the device was free again after {spent:.0f} ms, not after the ttl",
+    )
 
 
 def terminate(tour: Tour, child: subprocess.Popen[bytes], held: Answer) -> None:
@@ -176,10 +181,11 @@ def host_a_guest_that_will_not_leave(tour: Tour) -> Receipt:
     while not tour.ledger.look(lease.id).lease.settled_at:
         time.sleep(0.002)
     receipt = next(t.receipt for t in tour.ledger.receipts() if t.lease_id == lease.id)
+    freed = f", {format_size(receipt.freed_bytes)} of device memory back" if receipt.freed_bytes else ""
+    took = format_duration(receipt.duration_us)
     tour.say(
         "receipt",
-        f"{receipt.ladder} after {format_duration(receipt.duration_us)}: {len(receipt.pids)} processes in {receipt.containment}, "
-        f"{format_size(receipt.freed_bytes) if receipt.freed_bytes else 'nothing'} of device memory back",
+        f"{receipt.ladder} after {took}: {len(receipt.pids)} processes in {receipt.containment}{freed}",
     )
     return receipt
 
@@ -290,11 +296,52 @@ def _prove(tour: Tour, refusal: str, receipt: Receipt) -> list[str]:
     while ledger.leases() and time.monotonic() < deadline:
         time.sleep(0.02)
     with checkpoints(settings=tour.settings) as store:
-        same = store.load("calm")["state"] == store.load("storm")["state"]
-    proof = ledger.audit("storm")
+        calm, storm = store.load("calm")["state"], store.load("storm")["state"]
+    proof = ledger.prove("storm")[0]
     device = ledger.devices()[0]
     verified = ledger.verify()
+    found = ledger.held(job="storm")
+    _, spent = accounts(stretches(found.leases, found.commits, since=0, now=found.at), _all, PRICE_MICRO)
     facts = [
-        (same, "the final weights equal the undisturbed run's, to the last bit"),
+        (calm == storm, "the final weights equal the undisturbed run's, to the last bit"),
+        (
+            proof.proven and (proof.first, proof.step) == (1, STEPS),
+            f"{proof.step} steps committed, each exactly once, in {proof.commits} commits under {proof.leases} leases",
+        ),
+        (bool(refusal), f"a late write under an old lease was refused: {refusal}"),
+        (
+            receipt.proven and receipt.ladder == "kill" and len(receipt.pids) >= 4,
+            f"a worker that would not leave is gone with all it started: {len(receipt.pids)} processes, proven",
+        ),
+        (
+            device.leases == 0 and device.free_bytes == device.capacity_bytes,
+            "0 bytes are left on the device, no process of a lease lives",
+        ),
+        (not verified.faults, f"the journal verifies: {verified.rows} rows, every decision with its reason"),
     ]
+    click.echo()
+    tour.say("proof", f"after {len(tour.losses)} losses: {', '.join(tour.losses)}", "head")
+    for true, what in facts:
+        tour.say("  yes" if true else "  NO", what, "good" if true else "bad")
+    weights = ", ".join(f"{w:.3f}" for w in struct.unpack_from("<6f", storm["network"]["weights"]))
+    tour.say("", f"weights {weights}, ...", "dim")
+    tour.say("", _cost(spent), "dim")
+    here = "sublet" if shutil.which("sublet") else os.path.relpath(Path(sys.executable).parent / "sublet")
+    click.echo(
+        f"\nTry next:\n  {here} gpus\n  {here} run --vram 1GiB -- python your_script.py\n  {here} doctor"
+    )
     return [what for true, what in facts if not true]
+
+
+def _all(part: Stretch) -> str:
+    return ""
+
+
+def _cost(spent: Account) -> str:
+    held = max(1, spent.held_us)
+    cost, refund = cost_micro(spent.held_us, PRICE_MICRO), cost_micro(spent.refund_us, PRICE_MICRO)
+    return (
+        f"{format_duration(spent.held_us)} of GPU: goodput {spent.useful_us / held:.0%}, starting and saving "
+        f"{spent.overhead_us / held:.0%}, wasted {spent.wasted_us / held:.1%}; {cost / 1e6:.4f} at "
+        f"{PRICE_MICRO / 1e6:.2f} an hour, {refund / 1e6:.4f} of it refunded"
+    )

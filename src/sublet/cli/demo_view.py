@@ -67,7 +67,11 @@ class View:
     def _progress(self, head: Head | None) -> Table:
         step = head.step if head is not None else 0
         row = Table.grid(padding=(0, 1))
-        committed = f"version {head.version}, {_ago(self._ledger.now() - head.committed_at)}" if head else "nothing yet"
+        committed = (
+            f"version {head.version}, {_ago(self._ledger.now() - head.committed_at)}"
+            if head
+            else "nothing yet"
+        )
         row.add_row(
             "committed",
             ProgressBar(total=self._steps, completed=step, width=40),
@@ -82,10 +86,18 @@ class View:
             table.add_column(column, no_wrap=True, overflow="ellipsis")
         now = self._ledger.now()
         receipts = {t.lease_id: t.receipt for t in self._ledger.receipts(limit=50)}
-        mine = [a.lease for a in self._ledger.leases(live_only=False, limit=50) if a.lease.request.job == self._job]
+        mine = [
+            a.lease
+            for a in self._ledger.leases(live_only=False, limit=50)
+            if a.lease.request.job == self._job
+        ]
         for lease in mine[:_SHOWN]:
             over = lease.state is LeaseState.ENDED
-            state = f"{lease.state.value}: {lease.reason.value}" if lease.reason is not None else lease.state.value
+            state = (
+                f"{lease.state.value}: {lease.reason.value}"
+                if lease.reason is not None
+                else lease.state.value
+            )
             receipt = receipts.get(lease.id)
             table.add_row(
                 str(lease.epoch),

@@ -43,7 +43,10 @@ EXIT_CODES: dict[type[SubletError], int] = {
 
 #: Command to (module, its line in --help). The order is the order of --help.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "A tour of about a minute: trains through every kind of loss, and proves that nothing was lost."),
+    "demo": (
+        "demo",
+        "A tour of about a minute: trains through every kind of loss, and proves that nothing was lost.",
+    ),
     "run": ("run", "Any command under a lease: told before it is lost, started again after it."),
     "logs": ("runs", "What a run printed; -f follows it over every restart."),
     "attach": ("runs", "Follow a run live; Ctrl-C detaches."),
@@ -55,6 +58,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quarantine": ("operate", "Devices withheld after a teardown that was not proven."),
     "checkpoint": ("checkpoint", "Saved states: list them, look into them, verify and repair their copies."),
     "block": ("block", "Block leases: durable values by locator; list, look into, remove, sweep."),
+    "audit": ("audit", "Prove from the ledger that every step and effect was committed once."),
+    "report": ("report", "Goodput, waste, losses, refunds and cost, by job, tenant, tier or day."),
+    "drill": ("drill", "Run a command undisturbed and under losses, and compare: bit-equal, and proven."),
     "tenant": ("tenant", "Who may lease: add, list, change, remove."),
     "quota": ("tenant", "What a tenant may hold and what it has used."),
     "journal": ("journal", "Every decision, hash-chained: follow it, verify it, seal it."),

@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -345,6 +346,18 @@ def _list(value: Any, *, most: int = MAX_PARTS) -> list[Any]:
     if type(value) is not list or len(value) > most:
         raise Damaged("the manifest has something else where a list belongs")
     return value
+
+
+def content_digest(manifest: Manifest) -> str:
+    """Of the state alone: the same for two saves of the same state, whoever saved it, when, how often and into which packs."""
+    body = {
+        "tree": manifest.tree,
+        "tensors": tensor_rows(manifest.tensors),
+        "storages": [[s.offset, s.size] for s in manifest.storages],
+        "chunks": [[c.span.offset, c.span.size, c.digest] for c in manifest.chunks],
+    }
+    text = json.dumps(body, separators=(",", ":"), sort_keys=True, allow_nan=False, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- replicas ------------------------------------------------------------------------------------------------

@@ -137,9 +137,10 @@ class Commit:
         return self.first or self.step
 
 
-def said(cursor: str, outcome: str) -> str:
-    """What the journal keeps of the text a commit stored, so that an edit of it is seen."""
-    return hashlib.sha256(f"{len(cursor)}:{cursor}{outcome}".encode()).hexdigest()
+def said(first: str, second: str) -> str:
+    """What the journal keeps of the text a commit stored, so that an edit of it is seen: an effect's fingerprint and outcome, or
+    nothing and a cursor. Apart from each other, because the cursor is the head's, and the next commit replaces it."""
+    return hashlib.sha256(f"{len(first)}:{first}{second}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,22 @@ class JournalBroken(Stale):
     remedy = "treat the ledger as tampered with: restore a backup, and keep this file as evidence"
 
 
+class NotProven(JournalBroken):
+    """The ledger does not show that every step and effect was committed once."""
+
+    code = "not_proven"
+    remedy = (
+        "each fault above names the row that is wrong; keep the ledger as evidence, and put a backup back"
+    )
+
+
+class NotReproduced(Stale):
+    """The disturbed run did not end with the state of the undisturbed one."""
+
+    code = "not_reproduced"
+    remedy = "give sublet.train everything the run depends on (model, optimizer, data, random generators of its own)"
+
+
 class NotDurable(SubletError):
     """It was not saved."""
 

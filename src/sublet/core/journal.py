@@ -75,24 +75,50 @@ class StrandEnd:
     hash: str
 
 
-def verify_strand(strand: str, entries: Iterable[Entry], anchor: str, end: StrandEnd) -> Iterator[Fault]:
-    """Walk one strand from its anchor to its stored end. `entries` come in the order they are stored."""
-    previous, expected = anchor, 1
-    for entry in entries:
+class Chain:
+    """One strand, walked row by row. `anchor` is '' when nobody knows where it began."""
+
+    __slots__ = ("_expected", "_previous", "strand")
+
+    def __init__(self, strand: str, anchor: str) -> None:
+        self.strand = strand
+        self._previous = anchor
+        self._expected = 1
+
+    def add(self, entry: Entry) -> Iterator[Fault]:
+        """Rows come in the order they are stored."""
+        expected = self._expected
         if entry.seq != expected:
             what = (
                 f"rows {expected} to {entry.seq - 1} are missing"
                 if entry.seq > expected
                 else f"row {entry.seq} stands where {expected} should: rows were reordered"
             )
-            yield Fault(strand, expected, what)
-        computed = entry_hash(
-            previous, strand, entry.seq, entry.at, entry.kind, entry.tenant, entry.subject, entry.body
-        )
-        if computed != entry.hash and entry.seq == expected:
-            yield Fault(strand, entry.seq, "the row was edited, or does not follow the one before it")
-        previous, expected = entry.hash, entry.seq + 1
-    if expected - 1 != end.seq:
-        yield Fault(strand, expected, f"it ends at row {expected - 1}, its stored end is row {end.seq}")
-    elif previous != end.hash:
-        yield Fault(strand, end.seq, "its last row is not the one the stored end names")
+            yield Fault(self.strand, expected, what)
+        if entry.seq == expected and _hash_of(self._previous, self.strand, entry) != entry.hash:
+            yield Fault(self.strand, entry.seq, "the row was edited, or does not follow the one before it")
+        self._previous, self._expected = entry.hash, entry.seq + 1
+
+    def close(self, end: StrandEnd) -> Iterator[Fault]:
+        last = self._expected - 1
+        if last != end.seq:
+            what = f"it ends at row {last}, its stored end is row {end.seq}"
+            yield Fault(self.strand, self._expected, what)
+        elif self._previous != end.hash:
+            yield Fault(self.strand, end.seq, "its last row is not the one the stored end names")
+
+
+def _hash_of(previous: str, strand: str, entry: Entry) -> str:
+    if "\n" in f"{entry.kind}{entry.tenant}{entry.subject}":
+        return ""  # nobody wrote it like this
+    return entry_hash(
+        previous, strand, entry.seq, entry.at, entry.kind, entry.tenant, entry.subject, entry.body
+    )
+
+
+def verify_strand(strand: str, entries: Iterable[Entry], anchor: str, end: StrandEnd) -> Iterator[Fault]:
+    """Walk one strand from its anchor to its stored end. `entries` come in the order they are stored."""
+    chain = Chain(strand, anchor)
+    for entry in entries:
+        yield from chain.add(entry)
+    yield from chain.close(end)

@@ -21,15 +21,18 @@ from sublet.core.journal import Entry
 from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request
 from sublet.core.meter import Usage
 from sublet.core.policy import Policy
+from sublet.core.proof import Proof
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, check_name
 from sublet.core.versions import Adoption, Kept, Versions, check_tag
 from sublet.ledger import (
     blocks,
     devices,
+    goodput,
     journal,
     leases,
     progress,
+    proof,
     receipts,
     restored,
     tenants,
@@ -47,6 +50,7 @@ from sublet.ports.ledger import (
     BlockAnswer,
     BlockRecord,
     FoundDevice,
+    HeldTime,
     HostView,
     Identity,
     LeaseKey,
@@ -251,6 +255,12 @@ class SqlLedger:
     def effect(self, key: str) -> Effect | None:
         return self.engine.read(lambda tx: progress.load_effect(tx, key))
 
+    def effects(self, job: str, *, after: str = "", limit: int = 1000) -> list[Effect]:
+        return self.engine.read(lambda tx: proof.list_effects(tx, job, after, limit))
+
+    def prove(self, *jobs: str) -> list[Proof]:
+        return _raised(self.engine.read(lambda tx: proof.prove(tx, jobs)))
+
     # block leases
 
     def grant_block(self, block_id: str, secret: str, request: BlockRequest, holder: Holder) -> BlockAnswer:
@@ -367,6 +377,9 @@ class SqlLedger:
             return [meter.of_ended(lease_of(row)) for row in found]
 
         return self.engine.read(read)
+
+    def held(self, *, tenant: str = "", job: str = "", since: int = 0) -> HeldTime:
+        return self.engine.read(lambda tx: goodput.held(tx, tenant, job, since))
 
     def policy(self) -> Policy:
         def read(tx: Tx) -> Policy:

@@ -55,6 +55,7 @@ OPEN_PATIENCE_US = 3_000_000  # a wrong address should be told soon
 CONNECT_SECONDS = 3
 OLDEST_SERVER = 140_000
 LOCK_TIMEOUT = "3s"  # a wait for a row ends here and is tried again, so that patience bounds it too
+STREAMED_ROWS = 2000  # fetched at a time of what may be millions
 IDLE_IN_TRANSACTION = "2s"  # a client stopped inside a transaction must not hold the pool's lock
 
 _statements: dict[str, str] = {}
@@ -78,12 +79,19 @@ class PostgresTx:
         self._writing = writing
         self._pool: Pool | None = None
         self._now: int | None = None
+        self._streams = 0
 
     def rows(self, sql: str, *params: object) -> list[Row]:
         return self._connection.execute(_placed(sql), params).fetchall()
 
     def row(self, sql: str, *params: object) -> Row | None:
         return self._connection.execute(_placed(sql), params).fetchone()
+
+    def stream(self, sql: str, *params: object) -> Iterator[Row]:
+        self._streams += 1
+        with self._connection.cursor(name=f"sublet_stream_{self._streams}") as cursor:
+            cursor.itersize = STREAMED_ROWS
+            yield from cursor.execute(_placed(sql), params)
 
     def locked(self, sql: str, *params: object) -> Row | None:
         found = self.row(f"{sql} FOR UPDATE", *params)

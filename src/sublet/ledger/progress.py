@@ -113,7 +113,13 @@ def reserve(
         "effect.reserved",
         lease.tenant,
         effect_key,
-        {"epoch": key.epoch, "lease": lease.id, "taken_over": decision.taken_over},
+        {
+            "epoch": key.epoch,
+            "lease": lease.id,
+            "job": job,
+            "fingerprint": fingerprint,
+            "taken_over": decision.taken_over,
+        },
     )
     return decision
 
@@ -125,7 +131,8 @@ def _told(step: Commit, lease: Lease, version: int) -> dict[str, object]:
         "version": version,
         "digest": step.digest,
         "fingerprint": step.fingerprint,
-        "said": said(step.cursor, step.outcome),
+        "said": said(step.fingerprint, step.outcome),
+        "cursor": said("", step.cursor),
         "epoch": lease.epoch,
         "lease": lease.id,
     }

@@ -19,7 +19,7 @@ import ctypes
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -218,6 +218,9 @@ class SqliteTx:
         return self._execute(sql, params).fetchone()
 
     locked = row
+
+    def stream(self, sql: str, *params: Any) -> Iterator[Row]:
+        return iter(self._execute(sql, params))
 
     def run(self, sql: str, *params: Any) -> int:
         self._execute(sql, params)

@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +62,9 @@ class Tx(Protocol):
 
     def rows(self, sql: str, *params: object) -> list[Row]: ...
     def row(self, sql: str, *params: object) -> Row | None: ...
+    def stream(self, sql: str, *params: object) -> Iterator[Row]:
+        """One row after the other, however many there are."""
+
     def run(self, sql: str, *params: object) -> int:
         """How many rows it changed."""
 

@@ -73,6 +73,11 @@ def _put(tx: Tx, job: str, kept: Sequence[Kept]) -> None:
         )
 
 
+def _told(kept: Sequence[Kept]) -> list[list[object]]:
+    """As the journal keeps them, so that an edit of such a row is seen."""
+    return [[k.version, k.digest, k.step] for k in sorted(kept, key=lambda k: k.version)]
+
+
 def retain(
     tx: Tx, job: str, expected_sweeps: int, floor: int, kept: Sequence[Kept], actor: str
 ) -> Versions | SubletError:
@@ -91,7 +96,7 @@ def retain(
     tx.run("DELETE FROM kept_version WHERE job = ? AND tag = ''", job)
     _put(tx, job, kept)
     tx.run("UPDATE head SET floor = ?, sweeps = sweeps + 1 WHERE job = ?", floor, job)
-    body: dict[str, object] = {"floor": floor, "kept": sorted(k.version for k in kept), "by": actor}
+    body: dict[str, object] = {"floor": floor, "kept": _told(kept), "by": actor}
     _journal(tx, row, "versions.retained", body)
     return _now(tx, job)
 
@@ -123,7 +128,13 @@ def tag(tx: Tx, job: str, expected_sweeps: int, kept: Kept, actor: str) -> Versi
         tx.run("DELETE FROM kept_version WHERE job = ? AND tag = ?", job, kept.tag)
         tx.run("UPDATE head SET sweeps = sweeps + 1 WHERE job = ?", job)
     _put(tx, job, [kept])
-    body: dict[str, object] = {"tag": kept.tag, "version": kept.version, "by": actor}
+    body: dict[str, object] = {
+        "tag": kept.tag,
+        "version": kept.version,
+        "digest": kept.digest,
+        "step": kept.step,
+        "by": actor,
+    }
     _journal(tx, row, "version.tagged", body)
     return _now(tx, job)
 
@@ -195,7 +206,11 @@ def adopt(tx: Tx, wanted: Adoption, actor: str) -> Adopted | SubletError:
             "before": wanted.expected_version,
             "digest": wanted.digest,
             "step": wanted.step,
+            "epoch": decision.epoch,
+            "floor": decision.floor,
+            "kept": _told(wanted.kept),
             "source": wanted.source.job if wanted.source else "",
+            "forget_after": wanted.forget_after,
             "forgotten": forgotten,
             "by": actor,
         },

@@ -19,10 +19,12 @@ from sublet.core.block import Block, BlockRequest
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
 from sublet.core.errors import SubletError
+from sublet.core.goodput import Commitment
 from sublet.core.journal import Entry, Fault
 from sublet.core.lease import EndReason, Holder, Lease, Request
 from sublet.core.meter import Usage
 from sublet.core.policy import Policy
+from sublet.core.proof import Proof
 from sublet.core.schedule import Instruction
 from sublet.core.tenancy import Tenant
 from sublet.core.versions import Adoption, Kept, Versions
@@ -124,6 +126,13 @@ class Adopted:
     forgotten: int  # effects of later versions, whose steps may now run again
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTime:
+    at: int  # the ledger's clock when it answered
+    leases: tuple[Lease, ...]
+    commits: tuple[Commitment, ...]
+
+
 class Ledger(Protocol):
     # leases: called by the holder's runtime
     def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
@@ -221,6 +230,11 @@ class Ledger(Protocol):
         """For listings and sweeps: every job that committed, by name."""
 
     def effect(self, key: str) -> Effect | None: ...
+    def effects(self, job: str, *, after: str = "", limit: int = 1000) -> list[Effect]:
+        """For listings: those of a job, by key, from the one after this key on."""
+
+    def prove(self, *jobs: str) -> list[Proof]:
+        """For audits: what journal, heads, effects and leases show of these jobs, or of all. `NotFound` for one that never committed."""
 
     # block leases: called by the block's holder; the id in its key is the block's
     def grant_block(self, block_id: str, secret: str, request: BlockRequest, holder: Holder) -> BlockAnswer:
@@ -298,6 +312,9 @@ class Ledger(Protocol):
 
     def seal(self) -> str: ...
     def usage(self, *, tenant: str = "", since: int = 0) -> list[Usage]: ...
+    def held(self, *, tenant: str = "", job: str = "", since: int = 0) -> HeldTime:
+        """For reports: leases that were held since then, and what was committed under them."""
+
     def policy(self) -> Policy: ...
     def set_policy(self, policy: Policy, *, actor: str) -> None: ...
 

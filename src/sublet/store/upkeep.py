@@ -40,6 +40,10 @@ class Upkeep:
     def manifest(self, name: str, version: int | str | None = None) -> Manifest:
         return self.lineage.find(name, version).manifest
 
+    def read_manifest(self, digest: str) -> Manifest:
+        """One that is known by its digest, without mending a replica that lacks it."""
+        return self._replicas.manifest(digest, Health(), mend=False)
+
     def history(self, name: str) -> Iterator[Manifest]:
         """From the head back: the chain, then what retention or a tag kept."""
         return (found.manifest for found in self.lineage.history(name))

@@ -1,6 +1,6 @@
 -- A commit is of one step or of several that follow each other, and its journal row speaks for the text it stored.
-CREATE FUNCTION sublet_said(p_cursor text, p_outcome text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
-    SELECT encode(sha256(convert_to(length(p_cursor) || ':' || p_cursor || p_outcome, 'UTF8')), 'hex')
+CREATE FUNCTION sublet_said(p_first text, p_second text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
+    SELECT encode(sha256(convert_to(length(p_first) || ':' || p_first || p_second, 'UTF8')), 'hex')
 $$;
 
 DROP FUNCTION sublet_commit(text, bigint, text, text, text, bigint, text, bigint, text, text, text);
@@ -34,8 +34,9 @@ BEGIN
         RETURN NULL;
     END IF;
     h.strand_seq := h.strand_seq + 1;
-    body := format('{"digest":%s,"epoch":%s,"fingerprint":%s,"first":%s,"lease":"%s","said":"%s","step":%s,"version":%s}',
-                   to_json(p_digest), p_epoch, to_json(p_fingerprint), p_first, p_id, sublet_said(p_cursor, p_outcome), p_step, h.version + 1);
+    body := format('{"cursor":"%s","digest":%s,"epoch":%s,"fingerprint":%s,"first":%s,"lease":"%s","said":"%s","step":%s,"version":%s}',
+                   sublet_said('', p_cursor), to_json(p_digest), p_epoch, to_json(p_fingerprint), p_first, p_id,
+                   sublet_said(p_fingerprint, p_outcome), p_step, h.version + 1);
     h.strand_hash := sublet_hash(h.strand_hash, 'job:' || p_job, h.strand_seq, now_us, 'step.committed', l.tenant, p_key, body);
     INSERT INTO journal (strand, seq, at, kind, tenant, subject, body, hash)
     VALUES ('job:' || p_job, h.strand_seq, now_us, 'step.committed', l.tenant, p_key, body, h.strand_hash);

@@ -1,0 +1,161 @@
+"""`sublet report`."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
+
+import click
+
+from sublet.cli.output import json_option, print_json, print_table
+from sublet.core.errors import BadInput
+from sublet.core.goodput import MICRO, REFUND_RULE, Account, Stretch, accounts, day_of, stretches
+from sublet.core.values import DAY_US, format_duration
+from sublet.settings import load_settings
+from sublet.wiring import open_ledger
+
+
+def _day(part: Stretch) -> str:
+    return datetime.fromtimestamp(day_of(part.until) * DAY_US / MICRO, UTC).strftime("%Y-%m-%d")
+
+
+GROUPS: dict[str, Callable[[Stretch], str]] = {
+    "job": lambda part: part.job or "-",
+    "tenant": lambda part: part.tenant,
+    "tier": lambda part: part.tier,
+    "day": _day,
+}
+
+
+@click.command(epilog="Example:  sublet report --by tenant --days 30 --price 2.50 --csv")
+@click.option("--by", type=click.Choice(list(GROUPS)), default="job", show_default=True)
+@click.option("--days", type=click.IntRange(1, 3650), default=7, show_default=True, help="How far back.")
+@click.option("--job", default="", help="Only this job's leases.")
+@click.option("--tenant", default="", help="Only this tenant's.")
+@click.option("--price", default="", help="Of one GPU-hour, in your currency: adds the cost, less refunds.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, times in microseconds.")
+@json_option
+def report(by: str, days: int, job: str, tenant: str, price: str, as_csv: bool, as_json: bool) -> None:
+    """Where the GPU time went: goodput, waste, losses, refunds and cost.
+
+    HELD is GPU time from grant to end. GOODPUT is the part of it spent in steps that were committed. OVERHEAD is starting,
+    restoring and saving; WASTED is the time after the last commit of a lease that was lost; OPEN is not decided yet: the
+    lease is held, and its last commit is past. Jobs that commit no steps have no goodput ('-').
+    """
+    price_micro = _price(price)
+    ledger = open_ledger(load_settings())
+    since = max(0, ledger.now() - days * DAY_US)
+    found = ledger.held(tenant=tenant, job=job, since=since)
+    rows, total = accounts(
+        stretches(found.leases, found.commits, since=since, now=found.at), GROUPS[by], price_micro or 0
+    )
+    if as_json:
+        shown = {
+            "by": by,
+            "since": since,
+            "until": found.at,
+            "refund_rule": REFUND_RULE,
+            "rows": [_as_json(a, price_micro) for a in rows],
+            "total": _as_json(total, price_micro),
+        }
+        print_json(shown)
+    elif as_csv:
+        _print_csv(by, rows, price_micro)
+    else:
+        _print(by, rows, total, price_micro, days)
+
+
+def _price(text: str) -> int | None:
+    if not text:
+        return None
+    try:
+        price = Decimal(text)
+    except InvalidOperation:
+        price = Decimal(-1)
+    if not price.is_finite() or not 0 <= price <= 1_000_000:
+        raise BadInput(f"--price {text[:40]!r} is not a price: write for example 2.50")
+    return int(price * MICRO)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole * 100:.1f}%" if whole else "-"
+
+
+def _losses(account: Account) -> str:
+    words = [f"{count} {reason}" for reason, count in sorted(account.losses.items())]
+    return ", ".join(words) or "-"
+
+
+def _cost(account: Account) -> str:
+    return f"{account.cost_micro / MICRO:.2f}"
+
+
+def _print(by: str, rows: list[Account], total: Account, price_micro: int | None, days: int) -> None:
+    columns = ["HELD", "GOODPUT", "OVERHEAD", "WASTED", "OPEN", "STEPS", "COMMITS", "BETWEEN", "LEASES"]
+    if price_micro is not None:
+        columns += ["REFUND", "COST"]
+    table = []
+    for a in [*rows, total] if len(rows) > 1 else rows:
+        counted = a.held_us - a.other_us
+        goodput = a.goodput_ppm
+        shown = goodput is not None or a.commits
+        line = [
+            a.name,
+            format_duration(a.held_us),
+            "-" if goodput is None else f"{goodput / 10_000:.1f}%",
+            _percent(a.overhead_us, counted) if shown else "-",
+            _percent(a.wasted_us, counted) if shown or a.wasted_us else "-",
+            format_duration(a.open_us) if a.open_us else "-",
+            str(a.steps) if a.commits else "-",
+            str(a.commits) if a.commits else "-",
+            "-" if a.median_gap_us is None else format_duration(a.median_gap_us),
+            str(len(a.leases)),
+        ]
+        if price_micro is not None:
+            line += [format_duration(a.refund_us) if a.refund_us else "-", _cost(a)]
+        table.append([*line, _losses(a)])
+    print_table([by.upper(), *columns, "LOSSES"], table, empty=f"no GPU was held in the last {days} days")
+    if not rows:
+        return
+    lost = sum(total.losses.values())
+    if lost:
+        click.echo(f"{lost} leases were lost, {total.noticed} of them with notice")
+    if price_micro is not None:
+        click.echo(REFUND_RULE)
+
+
+def _as_json(a: Account, price_micro: int | None) -> dict[str, object]:
+    lost = sum(a.losses.values())
+    return {
+        "name": a.name,
+        "held_gpu_us": a.held_us,
+        "useful_gpu_us": a.useful_us,
+        "overhead_gpu_us": a.overhead_us,
+        "wasted_gpu_us": a.wasted_us,
+        "open_gpu_us": a.open_us,
+        "other_gpu_us": a.other_us,
+        "goodput": None if a.goodput_ppm is None else a.goodput_ppm / MICRO,
+        "steps": a.steps,
+        "commits": a.commits,
+        "median_between_commits_us": a.median_gap_us,
+        "leases": len(a.leases),
+        "losses": dict(sorted(a.losses.items())),
+        "losses_with_notice": a.noticed,
+        "losses_without_notice": lost - a.noticed,
+        "refund_gpu_us": a.refund_us,
+        "cost": None if price_micro is None else a.cost_micro / MICRO,
+    }
+
+
+def _print_csv(by: str, rows: list[Account], price_micro: int | None) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    header: list[str] | None = None
+    for a in rows:
+        row = _as_json(a, price_micro) | {"losses": ";".join(f"{k}={v}" for k, v in sorted(a.losses.items()))}
+        if header is None:
+            header = [by, *list(row)[1:]]
+            writer.writerow(header)
+        writer.writerow(["" if value is None else value for value in row.values()])

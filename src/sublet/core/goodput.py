@@ -1,0 +1,221 @@
+"""Where GPU time went: useful, overhead, wasted; what was lost and why; what is refunded and what it costs.
+
+Rules of this file:
+- Held time is cut at the commits. Every microsecond of every device is in exactly one part, so that
+  held = useful + overhead + wasted + open + other, for a lease, a group and the total, without rounding.
+- Useful is time in the bodies of steps that were committed and still count, as their commits say. It happened before its commit: what does
+  not fit between two commits belongs to the time before them, and never to more time than was held.
+- Wasted is the time after the last commit of a lease that was lost. Of a lease still held it is not known yet: that is open.
+- Time before the grant is nobody's: who waits holds nothing.
+- Refunded is what was wasted because the lease was taken back (`REFUNDED`): whoever commits often gets little back and loses little.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from sublet.core.lease import EndReason, Lease, LeaseState
+from sublet.core.meter import billed_until
+from sublet.core.values import DAY_US, HOUR_US
+
+#: Ends nobody holding the lease asked for.
+LOSSES = (
+    EndReason.EXPIRED,
+    EndReason.REVOKED,
+    EndReason.PREEMPTED,
+    EndReason.HOLD_CAP,
+    EndReason.IDLE,
+    EndReason.DEVICE_LOST,
+    EndReason.HOLDER_LOST,
+)
+#: Ends that were the system's doing.
+REFUNDED = (EndReason.PREEMPTED, EndReason.REVOKED, EndReason.HOLD_CAP, EndReason.DEVICE_LOST)
+REFUND_RULE = (
+    "refunded: time since the last commit of leases taken back by the system (preempted, revoked, hold_cap, device_lost), "
+    "of jobs that commit steps"
+)
+#: Price is in millionths per GPU-hour.
+MICRO = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commitment:
+    """One commit, as the ledger has it."""
+
+    lease: str
+    job: str
+    at: int
+    steps: int
+    compute_us: int  # 0 when it was not said, or was taken back by a rollback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A part of a lease that ended with a commit, or with the lease. Times are GPU time: × devices."""
+
+    lease: str
+    job: str
+    tenant: str
+    tier: str
+    until: int  # the instant it ended
+    held_us: int
+    useful_us: int = 0
+    overhead_us: int = 0
+    wasted_us: int = 0
+    open_us: int = 0
+    other_us: int = 0
+    refund_us: int = 0
+    commits: int = 0
+    steps: int = 0
+    gap_us: int = 0  # since the commit before it, under the same lease
+    loss: EndReason | None = None
+    noticed: bool = False
+
+
+@dataclass(slots=True)
+class Account:
+    """The sums of one group."""
+
+    name: str
+    held_us: int = 0
+    useful_us: int = 0
+    overhead_us: int = 0
+    wasted_us: int = 0
+    open_us: int = 0
+    other_us: int = 0
+    refund_us: int = 0
+    cost_micro: int = 0
+    commits: int = 0
+    steps: int = 0
+    leases: set[str] = field(default_factory=set)
+    losses: Counter[str] = field(default_factory=Counter)
+    noticed: int = 0
+    gaps: list[int] = field(default_factory=list)
+
+    @property
+    def goodput_ppm(self) -> int | None:
+        """Useful in millionths of the time held for jobs that commit steps; None when there is no such time."""
+        counted = self.held_us - self.other_us
+        return self.useful_us * MICRO // counted if counted > 0 and self.commits else None
+
+    @property
+    def median_gap_us(self) -> int | None:
+        gaps = sorted(self.gaps)
+        middle = len(gaps) // 2
+        if not gaps:
+            return None
+        return gaps[middle] if len(gaps) % 2 else (gaps[middle - 1] + gaps[middle]) // 2
+
+    def add(self, part: Stretch, price_micro: int) -> None:
+        self.held_us += part.held_us
+        self.useful_us += part.useful_us
+        self.overhead_us += part.overhead_us
+        self.wasted_us += part.wasted_us
+        self.open_us += part.open_us
+        self.other_us += part.other_us
+        self.refund_us += part.refund_us
+        self.cost_micro += cost_micro(part.held_us - part.refund_us, price_micro)
+        self.commits += part.commits
+        self.steps += part.steps
+        self.leases.add(part.lease)
+        if part.gap_us:
+            self.gaps.append(part.gap_us)
+        if part.loss is not None:
+            self.losses[part.loss.value] += 1
+            self.noticed += part.noticed
+
+
+def cost_micro(gpu_us: int, price_micro: int) -> int:
+    """Rounded down once for each stretch, so that groups add up to their total whatever they are grouped by."""
+    return gpu_us * price_micro // HOUR_US
+
+
+def stretches(
+    leases: Iterable[Lease], commits: Iterable[Commitment], *, since: int, now: int
+) -> list[Stretch]:
+    """Every lease that was held between `since` and `now`, cut at its commits. What lies before `since` is left out."""
+    by_lease: dict[str, list[Commitment]] = {}
+    committing: set[str] = set()
+    for commit in commits:
+        committing.add(commit.job)
+        if commit.at >= since:
+            by_lease.setdefault(commit.lease, []).append(commit)
+    found: list[Stretch] = []
+    for lease in leases:
+        if lease.granted_at:
+            own = sorted(by_lease.get(lease.id, ()), key=lambda c: c.at)
+            found += _cut(lease, own, committing, since, now)
+    return found
+
+
+def _cut(
+    lease: Lease, commits: Sequence[Commitment], committing: set[str], since: int, now: int
+) -> Iterable[Stretch]:
+    ended = lease.state is LeaseState.ENDED
+    start = max(lease.granted_at, since)
+    end = max(start, lease.ended_at if ended else billed_until(lease, now))
+    devices = len(lease.slices)
+    jobs = {c.job for c in commits}
+    job = lease.request.job or (jobs.pop() if len(jobs) == 1 else "")
+    bare = Stretch(
+        lease=lease.id, job=job, tenant=lease.tenant, tier=lease.request.tier.value, until=end, held_us=0
+    )
+    points = [min(max(c.at, start), end) for c in commits]
+    useful = _useful([start, *points], [c.compute_us for c in commits])
+    before, last = start, None
+    for commit, at, own in zip(commits, points, useful, strict=True):
+        held = at - before
+        yield replace(
+            bare,
+            job=job or commit.job,
+            until=at,
+            held_us=held * devices,
+            useful_us=own * devices,
+            overhead_us=(held - own) * devices,
+            commits=1,
+            steps=commit.steps,
+            gap_us=0 if last is None else at - last,
+        )
+        before = last = at
+    tail = (end - before) * devices
+    loss = lease.reason if ended and lease.reason in LOSSES else None
+    rest = replace(bare, held_us=tail, loss=loss, noticed=loss is not None and lease.deadline_at > 0)
+    if not commits and job not in committing:
+        yield replace(rest, other_us=tail)
+    elif not ended:
+        yield replace(rest, open_us=tail)
+    elif loss is None:
+        yield replace(rest, overhead_us=tail)
+    else:
+        yield replace(rest, wasted_us=tail, refund_us=tail if loss in REFUNDED else 0)
+
+
+def _useful(points: Sequence[int], computes: Sequence[int]) -> list[int]:
+    """Of each stretch between two points, how much was useful. From the last one back: what does not fit was done before it."""
+    found = [0] * len(computes)
+    carried = 0
+    for i in range(len(computes) - 1, -1, -1):
+        pool = carried + max(0, computes[i])
+        found[i] = min(pool, points[i + 1] - points[i])
+        carried = pool - found[i]
+    return found
+
+
+def day_of(instant: int) -> int:
+    """Days since 1970, in UTC. A stretch counts on the day it ended."""
+    return instant // DAY_US
+
+
+def accounts(
+    parts: Iterable[Stretch], group: Callable[[Stretch], str], price_micro: int = 0
+) -> tuple[list[Account], Account]:
+    """Sums by group, in the order of their names, and the total."""
+    found: dict[str, Account] = {}
+    total = Account("total")
+    for part in parts:
+        name = group(part)
+        found.setdefault(name, Account(name)).add(part, price_micro)
+        total.add(part, price_micro)
+    return [found[name] for name in sorted(found)], total

@@ -1,0 +1,84 @@
+"""Reading what a proof rests on: the journal, and the rows of heads, effects and leases, all of one moment.
+
+Rules of this file:
+- Rows are read one at a time and given to `core.proof`, which decides. Nothing here judges.
+- A row that does not become a record is handed over as such: an audit must not stumble over what it is looking for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sublet.core.effect import Effect
+from sublet.core.errors import NotFound
+from sublet.core.journal import Entry, StrandEnd, job_strand
+from sublet.core.proof import HeadRow, LeaseRow, Proof, Replay
+from sublet.core.versions import Kept
+from sublet.ledger.rows import (
+    EFFECT_COLUMNS,
+    HEAD_COLUMNS,
+    LEASE_BY_ID,
+    effect_of,
+    head_of,
+    lease_of,
+    strand_end_of,
+)
+from sublet.ledger.tx import Row, Tx
+
+_JOURNAL = "SELECT strand, seq, at, kind, tenant, subject, body, hash FROM journal"
+_EFFECTS = f"SELECT {EFFECT_COLUMNS} FROM effect WHERE job = ?"
+
+
+def prove(tx: Tx, jobs: Sequence[str]) -> list[Proof] | NotFound:
+    """Of these jobs, or of all. One walk over the journal, and one over each job's own strand and effects."""
+    replay = Replay()
+    for row in tx.stream(f"{_JOURNAL} ORDER BY id"):
+        replay.see(Entry(*row))
+    pool = tx.row("SELECT journal_seq, journal_hash FROM pool WHERE id = 1")
+    assert pool is not None
+    replay.end_main(StrandEnd(pool[0], pool[1]))
+    heads = {row[0]: row for row in tx.rows(f"SELECT {HEAD_COLUMNS}, strand_anchor FROM head ORDER BY job")}
+    for job in jobs:
+        if job not in heads and job not in replay.jobs:
+            return NotFound(
+                f"nothing was committed as {job[:130]}", remedy="'sublet audit' without a name lists what was"
+            )
+    return [_of_one(tx, replay, job, heads.get(job)) for job in jobs or sorted({*heads, *replay.jobs})]
+
+
+def _of_one(tx: Tx, replay: Replay, job: str, head: Row | None) -> Proof:
+    replay.match(
+        job,
+        (Entry(*row) for row in tx.stream(f"{_JOURNAL} WHERE strand = ? ORDER BY id", job_strand(job))),
+        _effects(tx, f"{_EFFECTS} AND completed = 1 ORDER BY version, key", job),
+        _effects(tx, f"{_EFFECTS} AND completed <> 1 ORDER BY key", job),
+    )
+    kept = tx.rows("SELECT version, digest, step, tag FROM kept_version WHERE job = ?", job)
+    return replay.prove(
+        job,
+        None
+        if head is None
+        else HeadRow(head=head_of(head), end=StrandEnd(head[8], head[9]), anchor=head[12]),
+        [Kept(version=r[0], digest=r[1], step=r[2], tag=r[3]) for r in kept],
+        [row for row in (_lease_row(tx, lease) for lease in replay.wants_leases(job)) if row is not None],
+    )
+
+
+def _effects(tx: Tx, sql: str, job: str) -> Iterator[Effect]:
+    return map(effect_of, tx.stream(sql, job))
+
+
+def _lease_row(tx: Tx, lease_id: str) -> LeaseRow | None:
+    row = tx.row(LEASE_BY_ID, lease_id)
+    if row is None:
+        return None
+    try:
+        lease = lease_of(row)
+    except (KeyError, ValueError):
+        lease = None
+    return LeaseRow(id=lease_id, lease=lease, end=strand_end_of(row), anchor=row[39])
+
+
+def list_effects(tx: Tx, job: str, after: str, limit: int) -> list[Effect]:
+    found = tx.rows(f"{_EFFECTS} AND key > ? ORDER BY key LIMIT ?", job, after, limit)
+    return [effect_of(row) for row in found]
