@@ -148,7 +148,7 @@ def test_sigterm_with_15_seconds_during(sqlite_home: Home, calm: Left, tmp_path:
 
         assert run_to_end(lambda: walk("job", STEPS, every=2, on_step=begin)) == 7
     if place == "a wait for the lease":
-        blocker = sublet.gpu(vram="16GiB", ttl="1m").ask()
+        blocker = sublet.gpu(vram="16GiB", ttl="1m", holder="name").ask()
     pid = forked(work)
     wait_until(started.exists)
     time.sleep(0.2)

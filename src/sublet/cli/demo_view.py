@@ -24,6 +24,7 @@ from sublet.core.errors import SubletError
 from sublet.core.lease import LeaseState
 from sublet.core.values import format_duration, format_size
 from sublet.ports.ledger import Ledger
+from sublet.ports.processes import Receipt
 
 _STYLES = {"dim": "dim", "loss": "yellow", "good": "green", "bad": "bold red", "head": "bold", "": ""}
 _SHOWN = 7
@@ -105,11 +106,16 @@ class View:
                 Text(state, style="dim" if over else "yellow" if lease.reason else "green"),
                 format_duration((lease.ended_at if over else now) - lease.granted_at),
                 _ago(now - lease.committed_at) if lease.committed_at else "-",
-                ""
-                if receipt is None
-                else f"{len(receipt.pids)} gone ({receipt.ladder}), {format_size(receipt.freed_bytes)} freed",
+                _short(receipt),
             )
         return table
+
+
+def _short(receipt: Receipt | None) -> str:
+    if receipt is None:
+        return ""
+    freed = f", {format_size(receipt.freed_bytes)} back" if receipt.freed_bytes else ""
+    return f"{len(receipt.pids)} processes gone ({receipt.ladder}){freed}"
 
 
 def _ago(us: int) -> str:
