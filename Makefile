@@ -69,8 +69,8 @@ proof: $(VENV)/.dev ## the long storms
 	@SUBLET_SWEEP_EXAMPLES=$${SUBLET_SWEEP_EXAMPLES:-400} SUBLET_SWEEP_STORM_SECONDS=$${SUBLET_SWEEP_STORM_SECONDS:-120} \
 	  $(BIN)/pytest -s --timeout 900 tests/store/test_sweep.py
 	@SUBLET_DRILL=$${SUBLET_DRILL:-100} $(BIN)/pytest --timeout 3600 tests/cli/test_drill.py
-
-	@SUBLET_TRAINING_KILLS=$${SUBLET_TRAINING_KILLS:-10000} $(BIN)/pytest -s --timeout 3000 tests/training/test_kills.py
+	@SUBLET_TRAINING_KILLS=$${SUBLET_TRAINING_KILLS:-10000} SUBLET_TRAINING_LOSSES=$${SUBLET_TRAINING_LOSSES:-15} \
+	  $(BIN)/pytest -s --timeout 3000 tests/training
 
 bench: $(VENV)/.bench ## ratios against peers, in one run; ONLY=leases for one part
 	@if [ "$$(id -u)" = 0 ] && ! { command -v etcd && command -v redis-server; } >/dev/null; then \

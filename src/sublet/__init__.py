@@ -18,6 +18,8 @@ _HOME = {
     "Block": "sublet.runtime.block",
     "train": "sublet.training",
     "run_step": "sublet.training",
+    "Loader": "sublet.runtime.data",
+    "Sampler": "sublet.runtime.data",
     "Run": "sublet.runtime.train",
     "Preempted": "sublet.runtime.train",
     "Completed": "sublet.runtime.step",
@@ -56,6 +58,7 @@ _HOME = {
             "OutOfMemory",
             "QuorumNotReached",
             "QuotaReached",
+            "RankLost",
             "Refused",
             "SchemaMismatch",
             "Stale",
@@ -78,6 +81,7 @@ if TYPE_CHECKING:
     from sublet.core.retention import Retention
     from sublet.keeping import Durable, block
     from sublet.runtime.block import Block
+    from sublet.runtime.data import Loader, Sampler
     from sublet.runtime.holding import Lease
     from sublet.runtime.step import Completed, Duplicate
     from sublet.runtime.train import Preempted, Run
@@ -90,11 +94,13 @@ __all__ = [
     "Duplicate",
     "Durable",
     "Lease",
+    "Loader",
     "Notice",
     "Preempted",
     "ReplicaPolicy",
     "Retention",
     "Run",
+    "Sampler",
     "__version__",
     "block",
     "checkpoints",

@@ -19,11 +19,11 @@ from sublet.core.errors import BadInput, SubletError
 from sublet.core.kernel import Scalar
 from sublet.core.values import DAY_US, check_job, parse_duration
 from sublet.ports.ledger import Ledger
-from sublet.ports.ranks import Alone, Ranks
 from sublet.runtime.alarms import Alarms
 from sublet.runtime.capture import Captured
 from sublet.runtime.holding import Lease
 from sublet.runtime.progress_line import ProgressLine
+from sublet.runtime.ranks import TIMEOUT_US, find_ranks
 from sublet.runtime.step import Completed, Duplicate, KernelStep, as_shape
 from sublet.runtime.step import run_step as run_one_step
 from sublet.runtime.train import SAVE_PATIENCE_US, Held, Parts, Preempted, Run
@@ -52,6 +52,7 @@ def train(
     wait: Duration | None = None,
     grace: Duration | None = None,
     per_rank: Collection[str] = (),
+    rank_timeout: Duration | None = None,
     overlap: Any = None,
     save_patience: Duration | None = None,
     store: CheckpointStore | None = None,
@@ -65,6 +66,10 @@ def train(
     (what wastes least), a number of steps, or a duration. It leases a GPU by itself (`vram`, `ttl`, `tier`, `wait` and the other options
     of `sublet.gpu`), or works under `lease`, or under the lease that `sublet run` started it with. `grace` is how long it has to leave
     after a signal. `overlap=optimizer` copies what the optimizer owns behind the next steps, if nothing else writes to it.
+
+    Under torchrun, with torch.distributed initialised, all ranks call it alike: rank 0 leases and commits for all of them. Random
+    states and places in the data are each rank's own; `per_rank=("name",)` names other parts that are. A rank that says nothing for
+    `rank_timeout` (10 minutes) is given up.
     """
     name = check_job(name or os.environ.get("SUBLET_JOB", "") or _unnamed())
     captured = Captured(state if state is not None else {}, per_rank=per_rank)
@@ -74,7 +79,9 @@ def train(
     patience_us = (
         SAVE_PATIENCE_US if save_patience is None else parse_duration(save_patience, what="save_patience")
     )
-    ranks = find_ranks()
+    ranks = find_ranks(
+        TIMEOUT_US if rank_timeout is None else parse_duration(rank_timeout, what="rank_timeout")
+    )
     ledger = open_ledger(settings)
     tenancy = inside.of_run() if lease is None and vram is None else None
     alarms = open_alarms(settings, grace_us=grace_us)
@@ -115,6 +122,7 @@ def train(
         )
         run.resume()
     except BaseException:
+        ranks.close()  # first: the others wait for this one
         alarms.close()
         if own is not None:
             own.release()
@@ -164,10 +172,6 @@ def _give_back(lease: Lease | None, store: CheckpointStore | None) -> None:
     finally:
         if lease is not None:
             lease.release()
-
-
-def find_ranks() -> Ranks:
-    return Alone()
 
 
 def _losses(ledger: Ledger, job: str) -> Losses:

@@ -287,6 +287,13 @@ class Disconnected(SubletError):
     remedy = "check that the ledger is up with 'sublet doctor', then retry"
 
 
+class RankLost(Disconnected):
+    """Another rank of this run is gone, so the step it was in cannot be finished."""
+
+    code = "rank_lost"
+    remedy = "start all ranks again: they resume at the committed step"
+
+
 class InvariantBroken(SubletError):
     """A rule that must always hold did not; this is a bug in sublet."""
 

@@ -3,6 +3,7 @@
 Rules of this port:
 - Every rank calls each verb the same number of times, in the same order. What a verb returns is the same on all of them, or for rank 0.
 - Rank 0 holds the lease, owns the job and commits for all.
+- A verb ends: with the others' word, or with `RankLost` when one of them is gone or silent for too long.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ class Ranks(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """What every rank gave, by rank, on rank 0; elsewhere an empty list. Called at a save."""
 
-    def share(self, value: Any) -> Any:
-        """What rank 0 gave. Called at a resume."""
+    def share(self, value: Any, *, patient: bool = False) -> Any:
+        """What rank 0 gave. Called at a resume (`patient`: rank 0 may have to wait for its lease first) and when the run leaves."""
+
+    def close(self) -> None:
+        """Called when this rank leaves the run, for whatever reason: others that still wait for it raise `RankLost`."""
 
 
 class Alone:
@@ -38,5 +42,8 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: Any, *, patient: bool = False) -> Any:
         return value
+
+    def close(self) -> None:
+        pass

@@ -1,8 +1,9 @@
 """What a run is made of: taken as one tree at a step boundary, put back before the first step.
 
 Rules of this file:
-- Anything with `state_dict` and `load_state_dict` is captured through them; arrays and tensors are restored in place; numbers, texts and
-  lists are restored in their container. Nothing is pickled.
+- Anything with `state_dict` and `load_state_dict` is captured through them, generators through their states; arrays and tensors are
+  restored in place; numbers, texts, JAX arrays and JAX keys in what holds them. So are the members of dicts, lists and tuples.
+  Nothing is pickled.
 - The random states of Python, NumPy and torch are part of the state: the step after a resume draws what it would have drawn.
 - What belongs to one rank (its random states, its place in the data) is kept apart from what all ranks have alike.
 """
@@ -10,35 +11,52 @@ Rules of this file:
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from importlib import import_module
 from typing import Any
 
-from sublet.core.errors import BadInput
+from sublet.core.errors import BadInput, Unsavable
 
 FORMAT = 1
+#: How the store names a place in the tree of `Captured.take`.
+_PLACE = re.compile(
+    r"state\[(?:'state'|'ranks'\]\[(?P<rank>\d+)\]\['parts')\]\['(?P<name>[^']*)'\](?P<where>\S*)(?=\s)"
+)
 
 
 def take_value(value: Any) -> Any:
     """What is saved for one member of the state."""
+    if _is_torchdata(value):
+        return _take_torchdata(value)
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return value.state_dict()
-    generator = getattr(value, "bit_generator", None)
-    if generator is not None:
-        return generator.state
+    if _is_generator(value):
+        return _take_generator(value)
+    if _is_jax_key(value):
+        random_of_jax = import_module("jax").random
+        return {"impl": str(random_of_jax.key_impl(value)), "data": random_of_jax.key_data(value)}
     if isinstance(value, dict):
         return {name: take_value(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [take_value(member) for member in value]
+    if isinstance(value, tuple):
+        return tuple(take_value(member) for member in value)
     return value
 
 
 def put_value(saved: Any, holder: Any, name: Any, path: str) -> None:
     """Restore one member where it is: in the object, in its memory, or in what holds it."""
     value = holder[name]
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+    if _is_torchdata(value):
+        _put_torchdata(saved, value)
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         value.load_state_dict(saved)
-    elif getattr(value, "bit_generator", None) is not None:
-        value.bit_generator.state = saved
+    elif _is_generator(value):
+        _put_generator(saved, value)
+    elif _is_jax_key(value):
+        holder[name] = import_module("jax").random.wrap_key_data(saved["data"], impl=saved["impl"])
     elif _is_array(value):
         _put_array(saved, value, path)
     elif isinstance(value, dict) and isinstance(saved, dict):
@@ -50,9 +68,105 @@ def put_value(saved: Any, holder: Any, name: Any, path: str) -> None:
             else:
                 value[key] = member
     elif isinstance(value, list) and isinstance(saved, list):
-        value[:] = saved
+        if len(value) != len(saved):
+            _refuse_objects(value, saved, path)
+            value[:] = saved
+        for at, member in enumerate(saved):
+            put_value(member, value, at, f"{path}[{at}]")
+    elif isinstance(value, tuple) and isinstance(saved, tuple):
+        if len(value) != len(saved):
+            _refuse_objects(value, saved, path)
+            holder[name] = saved
+            return
+        members = list(value)
+        for at, member in enumerate(saved):
+            put_value(member, members, at, f"{path}[{at}]")
+        if any(new is not old for new, old in zip(members, value, strict=True)):
+            holder[name] = type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     else:
         holder[name] = saved
+
+
+def _refuse_objects(value: Any, saved: Any, path: str) -> None:
+    """A list of numbers may have grown. A list of modules that is longer now has some nobody saved."""
+    if any(hasattr(member, "load_state_dict") or _is_generator(member) for member in value):
+        raise BadInput(
+            f"{path} has {len(value)} members, and {len(saved)} were saved",
+            remedy="make it as it was when it was saved, or use another job name",
+        )
+
+
+def is_per_rank(value: Any) -> bool:
+    """Whether each rank has its own without being told: places in the data, and generators."""
+    return bool(getattr(type(value), "per_rank", False)) or _is_torchdata(value) or _is_generator(value)
+
+
+# --- generators as members of the state ----------------------------------------------------------------------
+
+
+def _is_generator(value: Any) -> bool:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if isinstance(value, random.Random) or getattr(value, "bit_generator", None) is not None:
+        return True
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return True
+    return torch is not None and isinstance(value, getattr(torch, "Generator", ()))
+
+
+def _take_generator(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        version, numbers, gauss = value.getstate()
+        return [version, list(numbers), gauss]
+    if getattr(value, "bit_generator", None) is not None:
+        return value.bit_generator.state
+    return value.get_state(legacy=False) if _is_of(value, "numpy") else value.get_state()
+
+
+def _put_generator(saved: Any, value: Any) -> None:
+    if isinstance(value, random.Random):
+        version, numbers, gauss = saved
+        value.setstate((version, tuple(numbers), gauss))
+    elif getattr(value, "bit_generator", None) is not None:
+        value.bit_generator.state = saved
+    else:
+        value.set_state(saved)
+
+
+def _is_of(value: Any, package: str) -> bool:
+    return type(value).__module__.partition(".")[0] == package
+
+
+def _is_jax_key(value: Any) -> bool:
+    jax = sys.modules.get("jax")
+    if jax is None or (not _is_of(value, "jax") and not _is_of(value, "jaxlib")):
+        return False
+    return isinstance(value, jax.Array) and bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+# --- torchdata -----------------------------------------------------------------------------------------------
+# Its state does not hold everything that decides what comes next. Making its iterator draws a number, from the generator it was given or
+# from torch's own; asking for its state makes one if there is none. Done inside a step after a resume, that would shift every draw
+# of the run. And a generator it shares with its sampler is set back to where the sampler's epoch began, one draw behind.
+
+
+def _is_torchdata(value: Any) -> bool:
+    found = sys.modules.get("torchdata.stateful_dataloader")
+    return found is not None and isinstance(value, found.StatefulDataLoader)
+
+
+def _take_torchdata(value: Any) -> Any:
+    before = take_random()
+    taken = value.state_dict()
+    put_random(before)
+    generator = value.generator
+    return {"loader": taken, "generator": None if generator is None else generator.get_state()}
+
+
+def _put_torchdata(saved: Any, value: Any) -> None:
+    value.load_state_dict(saved["loader"])
+    value.state_dict()  # makes the iterator now, before the random states of the run are put back
+    if value.generator is not None and saved["generator"] is not None:
+        value.generator.set_state(saved["generator"])
 
 
 def _is_array(value: Any) -> bool:
@@ -117,7 +231,7 @@ class Captured:
         if unknown := set(per_rank) - set(parts):
             raise BadInput(f"per_rank names {', '.join(sorted(unknown))}, which the state has not")
         self.parts = parts
-        self.per_rank = tuple(name for name in parts if name in per_rank)
+        self.per_rank = tuple(name for name in parts if name in per_rank or is_per_rank(parts[name]))
 
     def take_own(self) -> dict[str, Any]:
         """What this rank has for itself."""
@@ -129,6 +243,21 @@ class Captured:
     def take(self, ranks: list[Any]) -> dict[str, Any]:
         alike = {name: take_value(value) for name, value in self.parts.items() if name not in self.per_rank}
         return {"state": alike, "ranks": ranks, "sublet": {"format": FORMAT}}
+
+    def explained(self, refused: Unsavable) -> Unsavable:
+        """The store names the place in the tree it was given; the user knows the parts of his state."""
+        found = _PLACE.match(refused.message)
+        if found is None or found["name"] not in self.parts:
+            return refused
+        name, rank = found["name"], found["rank"]
+        which = f"the part {name!r} of the state" + (f" on rank {rank}" if rank not in (None, "0") else "")
+        kind = type(self.parts[name])
+        what = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        return Unsavable(
+            f"{which} ({what}) cannot be saved: in it, {found['where'].strip() or 'it'} {refused.message[found.end() :].strip()}",
+            remedy=f"give {name!r} a state_dict() and load_state_dict() that hold only numbers, texts, lists, dicts and tensors, or "
+            "leave it out of state= and make it again at each start",
+        )
 
     def put(self, tree: Any, rank: int, world: int) -> None:
         """Everything but the random states, which `put_random` restores just before the first step."""

@@ -24,7 +24,15 @@ from typing import Any, Protocol
 from sublet.core.cadence import Cadence, Cost, Losses, best_interval
 from sublet.core.drain import Behind, DrainPlan, Save, Speed, plan_drain
 from sublet.core.effect import MOST_TEXT, Done, Duplicate, Steps
-from sublet.core.errors import BadInput, Disconnected, EffectBusy, NotDurable, NotFound, SubletError
+from sublet.core.errors import (
+    BadInput,
+    Disconnected,
+    EffectBusy,
+    NotDurable,
+    NotFound,
+    SubletError,
+    Unsavable,
+)
 from sublet.core.exits import DRAINED_CODE
 from sublet.core.lease import fence
 from sublet.core.notice import Notice
@@ -47,6 +55,7 @@ _ENOUGH_TO_MEASURE = 1 << 20
 #: How long the end of a predecessor is waited for. A warden sees the death of a process in milliseconds.
 PREDECESSOR_US = 5 * SECOND_US
 _RUNNER = "one runner at a time"
+_NOT_WARNED = -(1 << 62)
 
 
 class Preempted(SystemExit):
@@ -184,6 +193,7 @@ class Run:
         self._retry_at = 0
         self._told_every: dict[int, int] = {}
         self._stopping = ""
+        self._leaving_for: Notice | None = None
         self._iterating = False
         self._closed = False
         now = parts.clock.monotonic_us()
@@ -237,7 +247,8 @@ class Run:
         if parts.lease is not None:
             self._own(parts.lease)
         head = parts.ledger.head(self.name) if parts.ranks.rank == 0 else None
-        at: tuple[int, int] = parts.ranks.share((head.version, head.step) if head is not None else (0, 0))
+        found = (head.version, head.step) if head is not None else (0, 0)
+        at: tuple[int, int] = parts.ranks.share(found, patient=True)
         self.version, self.committed = at
         self.step = self.resumed_at = self.committed
         self._span = _Span(self.step + 1)
@@ -312,7 +323,7 @@ class Run:
                     yield Step(self, self.step + 1)
                     self._count(clock.monotonic_us())
                     leaving = self._boundary(total)
-                notice = self.notice if leaving == "notice" else None
+                notice = self._leaving_for
                 plan = self._leave(total, notice)
             finished = True
             self.preempted = notice is not None
@@ -342,18 +353,23 @@ class Run:
         if self._parts.line.due(now):
             self._show(now, total)
         over = self.step >= total or bool(self._stopping)
-        due = not over and self._due(now)
-        warned = self.notice is not None
-        warned_any, due_any, over_any = self._parts.ranks.agree((warned, due, over))
-        if warned_any:
-            if not warned:  # another rank heard it; this one leaves on the same step
-                self._parts.alarms.raise_notice(
-                    Notice(
-                        source="rank",
-                        reason="another rank was told to leave",
-                        deadline_us=now + 15 * SECOND_US,
-                    )
-                )
+        decides = self._parts.ranks.rank == 0  # which saves, and so knows when the next one is due
+        due = decides and not over and self._due(now)
+        notice = self.notice
+        # The largest of each: so the time that is left is the least, of whoever was warned.
+        left = _NOT_WARNED if notice is None else now - notice.deadline_us
+        left_any, due_any, over_any, committed = self._parts.ranks.agree(
+            (left, due, over, self.committed if decides else 0)
+        )
+        if not decides:
+            self.committed = committed
+        if left_any > _NOT_WARNED:
+            if notice is None or left_any > left:
+                # Another rank heard it, or has less time; this one leaves on the same step.
+                why = "another rank was told to leave"
+                notice = Notice(source="rank", reason=why, deadline_us=now - left_any)
+                self._parts.alarms.raise_notice(notice)
+            self._leaving_for = notice  # a lease may take its warning back; the ranks have agreed
             return "notice"
         if over_any:
             return "over"
@@ -427,6 +443,8 @@ class Run:
                 steps=self._said(span, self.step),
                 overlap=self._overlap,
             )
+        except Unsavable as refused:
+            raise self._captured.explained(refused) from refused
         except (NotDurable, Disconnected, OSError) as failure:
             self._save_failed(failure, span)
             return
@@ -511,9 +529,16 @@ class Run:
 
     def _commit_now(self) -> None:
         """Everything that is done, durable and committed when it returns."""
-        if self._behind is not None:
+        failed: Exception | None = None
+        try:
             self._collect()
-        if self.step < self._span.first:
+        except (NotDurable, Disconnected, OSError) as failure:
+            failed = failure
+        # Rank 0 says whether: after a save that failed only it knows that there is something to save.
+        wanted = self._parts.ranks.share(failed is None and self.step >= self._span.first)
+        if failed is not None:
+            raise failed
+        if not wanted:
             return
         own = self._parts.ranks.gather(self._captured.take_own())
         lease = self._parts.lease
@@ -526,6 +551,8 @@ class Run:
             saved = self._parts.store.save(
                 self.name, self._captured.take(own), expected_version=self.version, lease=lease, steps=steps
             )
+        except Unsavable as refused:
+            raise self._captured.explained(refused) from refused
         except (NotDurable, Disconnected, OSError):
             if self._happened(self.step):
                 self._committed_as(self.version + 1, self.step, span)
@@ -543,6 +570,7 @@ class Run:
         line, now = self._parts.line, self._parts.clock.monotonic_us()
         if notice is None:
             self._save_to_the_end()
+            self._wait_for_the_commit()
             line.say(
                 f"{'stopped' if self._stopping else 'done'} at step {self.step:,}, committed as version {self.version}"
             )
@@ -557,8 +585,13 @@ class Run:
                 self._collect()
         except (NotDurable, Disconnected, OSError) as failure:
             plan = replace(plan, save=Save.SKIP, reason=f"what was done since could not be saved: {failure}")
+        self._wait_for_the_commit()
         line.say(f"leaves ({notice.reason}): {plan.reason}. Step {self.committed:,} is committed")
         return plan
+
+    def _wait_for_the_commit(self) -> None:
+        """No rank ends before rank 0 has committed: a launcher ends them all when it sees one end."""
+        self.version, self.committed = self._parts.ranks.share((self.version, self.committed))
 
     def _plan(self, notice: Notice, now: int) -> DrainPlan:
         """Decided by rank 0, which measured, for all of them: a gather that only some join would never end."""
@@ -612,6 +645,7 @@ class Run:
                 at = self.step + 1
                 parts.line.say(f"left in the middle of step {at:,}: step {self.committed:,} is committed")
         finally:
+            parts.ranks.close()
             parts.line.close()
             parts.report(self.step, self.committed)
             try:

@@ -1,7 +1,7 @@
 """A state as a tree: plain JSON with tensors and bytes taken out, and back. No pickle, no code.
 
 Rules of this file:
-- What can be saved is closed: numbers, texts, bytes, None, lists, tuples, dicts, sets, and arrays of NumPy, torch and JAX. Anything
+- What can be saved is closed: numbers, texts, bytes, None, lists, tuples, dicts, counters, sets, and arrays of NumPy, torch and JAX. Anything
   else is an error that names its path in the tree.
 - Bit-exact or refused: floats that JSON cannot write travel as their eight bytes, dicts keep their order and their keys' types.
 - Tensors that share memory share it again: what is taken out is storages, and tensors are views of them.
@@ -15,7 +15,7 @@ import ctypes
 import json
 import struct
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -109,6 +109,8 @@ class _Taker:
             return {"$tuple": [self._encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]}
         if kind is dict or kind is OrderedDict:
             return self._encode_dict(value, path, depth)
+        if kind is Counter:
+            return {"$counter": self._encode(dict(value), path, depth + 1)}
         if kind in (set, frozenset):
             members = [self._encode(v, f"{path}{{}}", depth + 1) for v in value]
             return {"$set" if kind is set else "$frozenset": sorted(members, key=json.dumps)}
@@ -324,6 +326,11 @@ class _Putter:
             for key, member in body:
                 made[self.decode(key, depth + 1)] = self.decode(member, depth + 1)
             return made
+        if mark == "$counter":
+            counted = self.decode(body, depth + 1)
+            if type(counted) is not dict:
+                raise Damaged("the checkpoint's tree has a count of nothing")
+            return Counter(counted)
         members = [self.decode(v, depth + 1) for v in body]
         if mark == "$tuple":
             return tuple(members)
