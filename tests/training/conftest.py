@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import need
-from tests.runtime.conftest import Home, engine, home, ledger_url, sqlite_home  # noqa: F401, F811
+from tests.runtime.conftest import Home, engine, home, ledger_url, sqlite_home  # noqa: F401
 from tests.training.processes import Job, Nursery
 
 #: Losses in each of the tests that lose a job at random steps; `make proof` asks for more.
