@@ -70,3 +70,28 @@ def test_on_gpu(sqlite_home: Home) -> None:  # noqa: F811
     assert said[3] == "many small calls, 16 a trip: 328350"
     assert "exited with code 3" in said[4]
     assert said[-1] == "called again, a new worker: ([27], True)"
+
+
+@pytest.mark.parametrize("devices", ["host:1x1GiB", "opencl:all"])
+def test_recipe_52_training_step(devices: str, sqlite_home: Home) -> None:  # noqa: F811
+    if devices.startswith("opencl"):
+        need(_installed(), "pyopencl with PoCL")
+    done = run_example("recipe_52_training_step.py", sqlite_home.environment | {"SUBLET_DEVICES": devices})
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0].startswith("step 42: [43, 44, 45, 46], committed as version 1")
+    assert said[1] == "step 42 again: a duplicate of version 1, its stored result is [43, 44, 45, 46]"
+    assert said[2].startswith("step 43 without the lease: step 43 was not started")
+    assert said[4:6] == [
+        "cut: begun after step 0, left at 22, committed 20",
+        "cut: begun after step 20, left at 40, committed 40",
+    ]
+    assert said[6] == "the run that was cut ended with the same weights, bit for bit"
+
+
+def test_gke_spot_training(sqlite_home: Home) -> None:  # noqa: F811
+    done = run_example("gke_spot_training.py", sqlite_home.environment)
+    assert done.returncode == 0, done.stderr
+    assert "the pod left with exit code 85" in done.stdout
+    assert done.stdout.count("mail sent, with the key spot-training/half-way-mail") in (1, 2)
+    assert "60 steps, each committed once, over three pods" in done.stdout
