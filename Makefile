@@ -60,6 +60,7 @@ proof: $(VENV)/.dev ## the long storms
 	@SUBLET_CRASH_STATES=$${SUBLET_CRASH_STATES:-5000} SUBLET_KILLS=$${SUBLET_KILLS:-all} SUBLET_DAMAGES=$${SUBLET_DAMAGES:-10000} \
 	  SUBLET_MANIFESTS=$${SUBLET_MANIFESTS:-10000} SUBLET_RACES=$${SUBLET_RACES:-300} $(BIN)/pytest -s tests/store/test_power_loss.py \
 	  tests/store/test_killed_at_a_call.py tests/store/test_replicas.py tests/store/test_hostile_manifests.py tests/store/test_races.py
+	@SUBLET_SHIM_DISTURBED=$${SUBLET_SHIM_DISTURBED:-20} $(BIN)/pytest -s tests/training/test_shim.py
 	@SUBLET_BLOCK_FLIPS=$${SUBLET_BLOCK_FLIPS:-10000} SUBLET_BLOCK_CRASHES=$${SUBLET_BLOCK_CRASHES:-8000} \
 	  SUBLET_CODEC_MUTATIONS=$${SUBLET_CODEC_MUTATIONS:-10000} SUBLET_BLOCK_SYSCALLS=$${SUBLET_BLOCK_SYSCALLS:-1000} \
 	  $(BIN)/pytest --timeout 900 tests/store/test_regions.py tests/store/test_codec.py tests/runtime/test_durable.py

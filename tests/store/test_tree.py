@@ -8,7 +8,7 @@ import math
 import random
 import struct
 import sys
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ BENT: list[Any] = [
         chr(0xD83D) + chr(0xDE00), "\ud800", "\udfff\ud800", "a\x00b", "\u2028", "😀", {"\ud83d\ude00": 1, "😀": 2}, {"": 1},
         10**5000, -(10**5000), 2**64 - 1, -(2**64), {10**5000: [10**5000]}, {10**5000, 1}, -0.0, [True, 1, 1.0],
         {1: "int", 1.5: "float", "1": "text", b"1": "bytes", (1,): "tuple", None: "none"}, {"$tensor": 0}, {"$x": 1, "y": 2},
-        {"y": 2, "$x": 1}, OrderedDict(b=1, a=2), {"b": 1, "a": 2}, (), [], {}, set(), frozenset(), b"", bytearray(), OrderedDict(),
+        {"y": 2, "$x": 1}, OrderedDict(b=1, a=2), {"b": 1, "a": 2}, (), [], {}, set(), frozenset(), b"", bytearray(), OrderedDict(), Counter({5: 1, 2: 3}),
         [float("inf"), float("-inf")], complex(-0.0, math.nan), {frozenset([1]), (1, frozenset([2]))},
     ]  # fmt: skip
 

@@ -38,7 +38,7 @@ class ProgressLine:
         now: int,
         *,
         step: int,
-        total: int,
+        total: int | None,
         committed: int,
         committed_ago_us: int | None,
         steps_per_s: float,
@@ -49,7 +49,12 @@ class ProgressLine:
     ) -> None:
         self._next_at = now + (_REDRAW_US if self._live else _REPEAT_US)
         filled = _BAR * step // total if total else 0
-        parts = [f"{self._job} [{'#' * filled}{'.' * (_BAR - filled)}] {step:,}/{total:,}"]
+        bar = (
+            f"[{'#' * filled}{'.' * (_BAR - filled)}] {step:,}/{total:,}"
+            if total is not None
+            else f"step {step:,}"
+        )
+        parts = [f"{self._job} {bar}"]
         parts += [f"{name} {value:.4g}" for name, value in list(log.items())[:3]]
         parts.append(f"{steps_per_s:.3g} steps/s" if steps_per_s < 1000 else f"{steps_per_s:,.0f} steps/s")
         parts.append(f"goodput {goodput:.1%}")

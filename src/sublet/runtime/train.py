@@ -202,6 +202,7 @@ class Run:
         self._step_us: int | None = None
         self._useful_us = 0
         self._step_began = now
+        self._working = contextlib.ExitStack()  # of steps begun by hand
 
     # what the caller sees
 
@@ -334,6 +335,53 @@ class Run:
         if notice is not None and plan is not None and on_notice == "exit":
             raise Preempted(notice, step=self.step, committed=self.committed, plan=plan.reason)
 
+    # steps by hand, for a loop that is somebody else's and whose end is not known
+
+    def begin(self) -> None:
+        """Everything but the random states is put back: these follow, and steps may begin. Again is harmless."""
+        if self._iterating:
+            return
+        self._iterating = True
+        if self._random is not None:
+            put_random(self._random)
+            self._random = None
+        if self._parts.lease is not None:
+            self._working.enter_context(self._parts.lease.working())
+        self._leave_if_told()
+
+    def begin_step(self) -> None:
+        """What is begun and never ended is not counted."""
+        self._parts.report(self.step + 1, self.committed)
+        self._check()
+        self._step_began = self._parts.clock.monotonic_us()
+
+    def end_step(self) -> None:
+        """Its body has come to its end. Saves when that is due; leaves with `Preempted` on a warning."""
+        self._count(self._parts.clock.monotonic_us())
+        self._leave_if_told()
+
+    def finish(self) -> None:
+        """No step will follow: commit them all. The lease is held until `close`."""
+        if self._closed:
+            return
+        self._leave_if_told()
+        self._leave(None, None)
+        self._iterating = False
+
+    def on_notice(self, callback: Callable[[Notice], None]) -> None:
+        self._parts.alarms.on_notice(callback)
+
+    def _leave_if_told(self) -> None:
+        if self._boundary(None) != "notice":
+            return
+        notice = self.notice
+        if notice is None:  # its keeper took it back meanwhile
+            return
+        plan = self._leave(None, notice)
+        self._iterating, self.preempted = False, True
+        self.close(listening=True)
+        raise Preempted(notice, step=self.step, committed=self.committed, plan=plan.reason if plan else "")
+
     def _check(self) -> None:
         """No new work without a lease."""
         if self._parts.lease is not None:
@@ -345,14 +393,14 @@ class Run:
         self._span.compute_us += took
         self._step_us = took if self._step_us is None else (self._step_us * 7 + took) // 8
 
-    def _boundary(self, total: int) -> str:
+    def _boundary(self, total: int | None) -> str:
         """Between two steps: what came of the save behind, whether another is due, whether to leave. '' to go on."""
         now = self._parts.clock.monotonic_us()
         if self._behind is not None and self._behind.saving.done:
             self._collect()
         if self._parts.line.due(now):
             self._show(now, total)
-        over = self.step >= total or bool(self._stopping)
+        over = (total is not None and self.step >= total) or bool(self._stopping)
         decides = self._parts.ranks.rank == 0  # which saves, and so knows when the next one is due
         due = decides and not over and self._due(now)
         notice = self.notice
@@ -565,7 +613,7 @@ class Run:
 
     # leaving
 
-    def _leave(self, total: int, notice: Notice | None) -> DrainPlan | None:
+    def _leave(self, total: int | None, notice: Notice | None) -> DrainPlan | None:
         """The last save of this process. With a notice, only what is durable in time."""
         line, now = self._parts.line, self._parts.clock.monotonic_us()
         if notice is None:
@@ -646,6 +694,7 @@ class Run:
                 parts.line.say(f"left in the middle of step {at:,}: step {self.committed:,} is committed")
         finally:
             parts.ranks.close()
+            self._working.close()
             parts.line.close()
             parts.report(self.step, self.committed)
             try:
@@ -689,7 +738,7 @@ class Run:
 
     # showing
 
-    def _show(self, now: int, total: int, notice: str = "") -> None:
+    def _show(self, now: int, total: int | None, notice: str = "") -> None:
         done = self.step - self.resumed_at
         elapsed = max(1, now - self._began_at)
         # Work not committed yet counts here: it is lost only if something happens.
