@@ -374,9 +374,8 @@ class Run:
     def _leave_if_told(self) -> None:
         if self._boundary(None) != "notice":
             return
-        notice = self.notice
-        if notice is None:  # its keeper took it back meanwhile
-            return
+        notice = self._leaving_for
+        assert notice is not None
         plan = self._leave(None, notice)
         self._iterating, self.preempted = False, True
         self.close(listening=True)
