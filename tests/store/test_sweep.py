@@ -507,8 +507,8 @@ class Life(RuleBasedStateMachine):
         store, version = self.shelf.open(), self._newest(job)
         held: list[Any] = []
 
-        def hold(ledger: Any, lease: Any, manifest: Any, name: str) -> int:
-            held.append((ledger, lease, manifest, name))
+        def hold(*asked: Any) -> int:
+            held.append(asked)
             return version + 1
 
         real = store._commit
