@@ -305,6 +305,7 @@ def test_a_writer_that_cannot_open_a_bucket_says_why(
         replica.check()
     shelf.store = shelf.open()
     try:
+        monkeypatch.setattr("sublet.store.checkpoints.WORTH_A_PROCESS", 0)
         monkeypatch.setenv("SUBLET_BUCKET_PATIENCE", "soon")
         saving = shelf.store.save_behind(JOB, a_state(4), expected_version=0, lease=shelf.lease)
         with pytest.raises(NotDurable, match="SUBLET_BUCKET_PATIENCE"):

@@ -142,6 +142,8 @@ def walk(
 ) -> None:
     random.seed(1)
     np.random.seed(2)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(3)
     walking = Walk()
     options.setdefault("vram", "1GiB")
     options.setdefault("ttl", "5s")
@@ -164,6 +166,8 @@ def _bits(value: Any) -> Any:
         return {key: _bits(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
         return [_bits(member) for member in value]
+    if hasattr(value, "numpy"):  # torch's, whose random state is part of a run when it is imported
+        value = value.numpy()
     if isinstance(value, np.ndarray):
         return (str(value.dtype), value.shape, value.tobytes())
     return value

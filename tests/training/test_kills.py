@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,9 +149,14 @@ def test_a_zombie_is_refused_and_its_job_taken_over_only_when_its_lease_is_dead(
     check_walk("job", calm, STEPS)
 
 
-def test_of_two_runners_at_once_one_owns_the_job(home: Home, calm: Left) -> None:
+def test_of_two_runners_at_once_one_owns_the_job(home: Home, calm: Left, tmp_path: Path) -> None:
     """Both are alive and well, neither is frozen: the second learns so, and the first is not disturbed."""
-    first = forked(lambda: walk("job", STEPS, every=1, pause=0.05))
+
+    def until_the_second_has_tried(run: Any, step: Any) -> None:
+        if step.number == 5:
+            wait_until((tmp_path / "tried").exists, 60)
+
+    first = forked(lambda: walk("job", STEPS, every=1, on_step=until_the_second_has_tried))
     wait_until(lambda: committed_step("job") >= 1)
 
     def second() -> None:
@@ -159,6 +166,8 @@ def test_of_two_runners_at_once_one_owns_the_job(home: Home, calm: Left) -> None
         except sublet.EffectBusy as busy:
             os._exit(42 if "being trained by another process" in busy.message else 1)
 
-    assert run_to_end(second) == 42
+    code = run_to_end(second)
+    (tmp_path / "tried").touch()
+    assert code == 42
     assert ended(first) == 0
     check_walk("job", calm, STEPS)

@@ -112,6 +112,12 @@ def holds_lease(job: str) -> str:
     return ""
 
 
+def waits(job: str) -> bool:
+    with looking() as ledger:
+        found = [a.lease for a in ledger.leases() if a.lease.request.job == job]
+        return any(lease.state is LeaseState.WAITING for lease in found)
+
+
 @pytest.mark.parametrize("place", ["a step", "a save", "a restore", "a wait for the lease"])
 def test_sigterm_with_15_seconds_during(sqlite_home: Home, calm: Left, tmp_path: Path, place: str) -> None:
     """Committed, exit code 85, and the next start continues."""
@@ -130,8 +136,6 @@ def test_sigterm_with_15_seconds_during(sqlite_home: Home, calm: Left, tmp_path:
             CheckpointStore._store_chunks = during(CheckpointStore._store_chunks)  # type: ignore[method-assign]
         if place == "a restore":
             CheckpointStore.load = during(CheckpointStore.load)  # type: ignore[method-assign]
-        if place == "a wait for the lease":
-            started.touch()
         walk("job", STEPS, every=2, on_step=on_step, grace="15s")
 
     def on_step(run: Any, step: Any) -> None:
@@ -150,7 +154,7 @@ def test_sigterm_with_15_seconds_during(sqlite_home: Home, calm: Left, tmp_path:
     if place == "a wait for the lease":
         blocker = sublet.gpu(vram="16GiB", ttl="1m", holder="name").ask()
     pid = forked(work)
-    wait_until(started.exists)
+    wait_until(started.exists if blocker is None else lambda: waits("job"))
     time.sleep(0.2)
     os.kill(pid, signal.SIGTERM)
     assert ended(pid) == 85
@@ -517,7 +521,7 @@ def test_the_line_says_where_it_is_and_what_is_safe(monkeypatch: pytest.MonkeyPa
         "12.3 steps/s",
         "goodput 98.8%",
         "committed 48, 3.0s ago",
-        "lease 2m5s",
+        "lease 2m05s",
     ):
         assert text in out.getvalue(), text
     assert not line.due(1)
