@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import checkpoints, handover, launches, leases, scaling, workers
+from bench import checkpoints, handover, launches, leases, scaling, training, workers
 from bench.measure import progress, show
 from sublet.ledger.sqlite import file_system_of, library_version
 
@@ -23,6 +23,7 @@ SUITES = {
     "launches": launches.run,
     "workers": workers.run,
     "checkpoints": checkpoints.run,
+    "training": training.run,
 }
 
 

@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from sublet.hosting.clock import HostClock
 from sublet.hosting.containment import contained
 from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.processes import HostProcesses
+from sublet.plugins import installed
 from sublet.ports.command import Command
 from sublet.ports.driver import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
@@ -72,7 +73,7 @@ _block_keepers: list[BlockKeeper] = []
 
 
 def plug_in(group: str, name: str) -> Any:
-    found = entry_points(group=group)
+    found = installed(group, name)
     if name not in found.names:
         known = ", ".join(sorted(found.names)) or "none"
         raise Misconfigured(
@@ -241,9 +242,7 @@ def notice_sources(
     )
     if wanted and wanted != ["auto"]:
         return [(known[name] if known else plug_in("sublet.notices", name))(around) for name in wanted]
-    return _those_here(
-        known or {e.name: _loaded_when_called(e) for e in entry_points(group="sublet.notices")}, around
-    )
+    return _those_here(known or {e.name: _loaded_when_called(e) for e in installed("sublet.notices")}, around)
 
 
 def _loaded_when_called(entry: EntryPoint) -> OpenSource:

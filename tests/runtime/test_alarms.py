@@ -455,6 +455,24 @@ def test_alarms_within_alarms(program: Start) -> None:
     assert child.rest() == (0, ["signal signal", "signal", "True", "True -1"], "")
 
 
+def test_alarms_left_in_the_order_they_were_entered(program: Start) -> None:
+    """Two runs in one process, the first ended first: the second still hears, and leaves nothing of either behind."""
+    child = program("""
+        read, write = os.pipe2(os.O_NONBLOCK)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        first, second = Alarms(CLOCK, grace_us=9_000_000), Alarms(CLOCK, grace_us=5_000_000)
+        first.__enter__()
+        second.__enter__()
+        first.close()
+        say("ready")
+        say(second.wait(20).source)
+        second.close()
+        say(os.read(read, 1) == bytes((signal.SIGUSR1,)), signal.set_wakeup_fd(-1) == write)
+    """)
+    child.send(signal.SIGUSR1)
+    assert child.rest() == (0, ["signal", "True True"], "")
+
+
 def test_not_in_the_main_thread_only_the_other_sources_are_heard(program: Start) -> None:
     child = program("""
         from sublet.core.notice import Notice

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -258,3 +259,44 @@ def test_a_waiter_that_died_and_was_granted_meanwhile_is_not_forgotten(sqlite_ho
     assert ended.settled_at
     assert ended.reason is EndReason.HOLDER_LOST
     assert ledger.devices()[0].leases == 0
+
+
+def test_a_lost_holders_lease_is_over_before_its_teardown_is_proven(sqlite_home: Home) -> None:
+    """Whoever continues the job need not wait for the proof; whoever wants the memory does."""
+    from sublet.core.lease import Request
+    from sublet.core.tenancy import Tenant
+
+    ledger = ledger_of(sqlite_home)
+    host = sqlite_home.settings["host"]
+    ledger.add_tenant(Tenant(name="t"), actor="test")
+    ledger.report_host(host, wiring.find_host_devices(sqlite_home.settings))
+    sleeper = subprocess.Popen(["sleep", "60"])
+    whole = Request(tenant="t", vram_bytes=16 << 30, ttl_us=600_000_000, host=host)
+    ledger.acquire("Lfirst", "s", whole, HostProcesses(host).identify(sleeper.pid))
+    warden = wiring.make_warden(sqlite_home.settings, idle_exit_us=None, log=lambda line: None)
+    proven, prove = threading.Event(), warden._tear_down
+
+    def prove_later(watched: object) -> None:
+        proven.wait(30)
+        prove(watched)  # type: ignore[arg-type]
+
+    warden._tear_down = prove_later  # type: ignore[method-assign,assignment]
+    running = threading.Thread(target=warden.run, daemon=True)
+    running.start()
+    try:
+        wait_until(lambda: "Lfirst" in warden._shared.watched)
+        sleeper.kill()
+        sleeper.wait()
+        wait_until(lambda: ledger.look("Lfirst").lease.state is LeaseState.ENDED)
+        ended = ledger.look("Lfirst").lease
+        assert ended.reason is EndReason.HOLDER_LOST
+        assert not ended.settled_at
+        assert ledger.devices()[0].leases == 1, "its slices are free only when nothing of it is left"
+        proven.set()
+        wait_until(lambda: ledger.look("Lfirst").lease.settled_at)
+        assert ledger.look("Lfirst").lease.reason is EndReason.HOLDER_LOST
+        assert ledger.devices()[0].leases == 0
+    finally:
+        proven.set()
+        warden.stop()
+        running.join(10)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
 from sublet.core.errors import Misconfigured
 from sublet.drivers.session import GpuSession, Held
+from sublet.plugins import installed
 from sublet.ports.driver import Driver
 
 
 def installed_drivers() -> dict[str, Driver]:
     """Every driver of this installation. A driver whose libraries are missing finds no devices."""
-    return {point.name: point.load()() for point in entry_points(group="sublet.drivers")}
+    return {point.name: point.load()() for point in installed("sublet.drivers")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

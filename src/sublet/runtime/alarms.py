@@ -219,6 +219,8 @@ class Alarms:
             self._closed = True
         with contextlib.suppress(ValueError):
             _entered.remove(self)
+        for other in _entered:
+            self._step_aside(other)
         _write(self._heard, _STOP)
         ends = time.monotonic() + LEAVE_SECONDS
         for thread in self._threads:
@@ -226,6 +228,14 @@ class Alarms:
                 thread.join(max(0.0, ends - time.monotonic()))
         with self._lock:
             self._close_pipes()
+
+    def _step_aside(self, other: Alarms) -> None:
+        """Entered after this one, and left later: what was there before this one is now what was there before it."""
+        for number, before in other._previous.items():
+            if before == self._on_signal:
+                other._previous[number] = self._previous[number]
+        if other._previous_wakeup >= 0 and other._previous_wakeup == self._heard:
+            other._previous_wakeup = self._previous_wakeup
 
     def _close_pipes(self) -> None:
         fds = (self._woken, self._wake, self._heard_from, self._heard)
@@ -263,7 +273,7 @@ class Alarms:
         if not self._previous:
             return
         self._previous_wakeup = signal.set_wakeup_fd(self._heard, warn_on_full_buffer=False)
-        self._start("sublet-alarms", self._relay, self._heard_from, self._previous_wakeup)
+        self._start("sublet-alarms", self._relay, self._heard_from)
 
     def _give_back_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -297,15 +307,15 @@ class Alarms:
             )
             _write(self._wake, b"!")
 
-    def _relay(self, heard_from: int, onwards: int) -> None:
+    def _relay(self, heard_from: int) -> None:
         """What the C handler wrote, also while the main thread is busy in C."""
         poll = select.poll()
         poll.register(heard_from, select.POLLIN)
         while not self._closed:
             poll.poll()
             for number in _empty(heard_from):
-                if not number & _BY_HANDLER and number and onwards >= 0:
-                    _write(onwards, bytes((number,)))
+                if not number & _BY_HANDLER and number and self._previous_wakeup >= 0:
+                    _write(self._previous_wakeup, bytes((number,)))
                 if number & ~_BY_HANDLER in self._previous:
                     self._flag(number & ~_BY_HANDLER)
             if self._signalled is not None and not self._told_of_signal:

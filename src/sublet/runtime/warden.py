@@ -48,6 +48,7 @@ class _Watched:
     gone: bool = False
     ending: bool = False
     asked_at: int = 0  # when the ledger was asked whether it is really due
+    told: bool = False  # the ledger knows that the holder is gone
     below: tuple[Holder, ...] = ()  # the holder and its descendants, as last seen
 
 
@@ -191,6 +192,7 @@ class Warden:
             return now + POLL_US
         if watched.gone:  # by itself: no ttl to wait for, its slices go on as soon as nothing of it is left
             self._begin_ending(watched)
+            self._inbox.put("gone")
             return now + POLL_US
         if watched.lease.state is LeaseState.ENDED:
             self._begin_ending(watched)
@@ -231,8 +233,7 @@ class Warden:
             f"lease {lease.id}: pid {lease.holder.pid} {receipt.ladder}, proven={receipt.proven} {receipt.detail}"
         )
         if watched.gone and lease.state is not LeaseState.ENDED:
-            reason = EndReason.HOLDER_LOST
-            detail = f"its holder, process {lease.holder.pid}, ended without releasing it"
+            reason, detail = EndReason.HOLDER_LOST, _lost(lease.holder)
         else:
             reason, detail = lease.reason or EndReason.EXPIRED, lease.detail or "ended at its deadline"
         with self._lock:
@@ -269,6 +270,7 @@ class Warden:
             now = self._clock.monotonic_us()
             try:
                 self._ledger_busy_since = now
+                self._end_lost()
                 self._settle()
                 self._refresh()
                 if now >= beat_at:
@@ -296,6 +298,19 @@ class Warden:
             pause = POLL_US
             if self._next_look_at is not None:
                 pause = max(1000, min(POLL_US, self._next_look_at - now))
+
+    def _end_lost(self) -> None:
+        """A lease whose holder is gone is over now, so that whoever continues its job need not wait for the proof that nothing of it
+        is left. Its slices do: they are free when that proof is settled."""
+        with self._lock:
+            lost = [w for w in self._shared.watched.values() if w.gone and w.ending and not w.told]
+        for watched in lost:
+            lease = watched.lease
+            if lease.state is not LeaseState.ENDED:
+                self._ledger.end(
+                    lease.id, lease.epoch, reason=EndReason.HOLDER_LOST, detail=_lost(lease.holder)
+                )
+            watched.told = True
 
     def _settle(self) -> None:
         with self._lock:
@@ -378,3 +393,7 @@ class Warden:
         if watched.fd is not None:
             os.close(watched.fd)
             watched.fd = None
+
+
+def _lost(holder: Holder) -> str:
+    return f"its holder, process {holder.pid}, ended without releasing it"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from sublet.core.errors import Misconfigured
+from sublet.plugins import installed
 from sublet.ports.store import Replica
 from sublet.store.directory import DirectoryReplica
 
@@ -22,7 +22,7 @@ def split_domain(url: str) -> tuple[str, str]:
 def open_replica(url: str) -> Replica:
     address, domain = split_domain(url.strip())
     scheme, colon, _ = address.partition(":")
-    found = entry_points(group="sublet.stores")
+    found = installed("sublet.stores", scheme)
     if not colon or scheme not in found.names:
         known = ", ".join(sorted(found.names))
         raise Misconfigured(
