@@ -86,6 +86,7 @@ def train(
     tenancy = inside.of_run() if lease is None and vram is None else None
     alarms = open_alarms(settings, grace_us=grace_us)
     own: Lease | None = None
+    opened: CheckpointStore | None = None
     alarms.__enter__()
     try:
         held: Held | None = lease or tenancy
@@ -124,8 +125,7 @@ def train(
     except BaseException:
         ranks.close()  # first: the others wait for this one
         alarms.close()
-        if own is not None:
-            own.release()
+        _give_back(own, opened if store is None else None)
         raise
     return run
 
@@ -134,7 +134,7 @@ def leave_the_waitlist(alarms: Alarms, name: str) -> None:
     """Told to leave before the GPU came: nothing was begun, so nothing is saved."""
     notice = alarms.notice
     if notice is not None:
-        print(f"{name}: leaves ({notice.reason}) before it got a GPU; nothing was begun", file=sys.stderr)
+        ProgressLine(sys.stderr, name).say(f"leaves ({notice.reason}) before it got a GPU; nothing was begun")
         raise Preempted(notice, step=0, committed=0, plan="nothing was begun")
 
 

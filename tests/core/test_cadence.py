@@ -67,6 +67,13 @@ def test_what_is_believed_gives_way_to_what_is_seen() -> None:
     assert Losses(count=0, held_us=100 * BELIEVED_US).apart_us == 101 * BELIEVED_US
 
 
+def test_however_rare_losses_are_no_more_than_ten_minutes_are_put_at_risk() -> None:
+    rare = Losses(count=0, held_us=10_000 * BELIEVED_US)
+    found = best_interval(Cost(stall_us=10_000_000, save_us=10_000_000), rare)
+    assert found.us == LONGEST_US
+    assert "never more than" in found.reason
+
+
 @pytest.mark.parametrize(
     ("text", "cadence"),
     [("auto", Cadence()), (10, Cadence(steps=10)), (3.0, Cadence(steps=3)), ("30s", Cadence(us=30_000_000))],

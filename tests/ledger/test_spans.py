@@ -63,6 +63,15 @@ def test_a_job_may_begin_elsewhere_only_on_purpose(pool: Rig) -> None:
     assert pool.commit(answer, 43, starts=True, expected_version=1) == Committed(2)
 
 
+def test_the_right_step_on_another_version_is_refused(pool: Rig) -> None:
+    """The compare-and-swap alone: the step would follow, the state it was made from is another."""
+    answer = pool.ask(10)
+    pool.commit(answer, 1, expected_version=0)
+    for version in (0, 2):
+        with pool.only_journals("step.refused"), pytest.raises(HeadMoved, match=f"version 1, not {version}"):
+            pool.commit(answer, 2, expected_version=version)
+
+
 @pytest.mark.parametrize("first", [-1, 4])
 def test_a_span_runs_forwards(first: int) -> None:
     with pytest.raises(BadInput, match="not a span"):

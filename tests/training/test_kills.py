@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import sublet
+from sublet.core.lease import Holder, Request
+from sublet.ports.ledger import LeaseKey
 from sublet.runtime import train
 from tests.runtime.conftest import Home, wait_until
 from tests.training.rig import CRASHED, Left, check_walk, ended, forked, left_of, looking, run_to_end, walk
@@ -171,3 +173,30 @@ def test_of_two_runners_at_once_one_owns_the_job(home: Home, calm: Left, tmp_pat
     assert code == 42
     assert ended(first) == 0
     check_walk("job", calm, STEPS)
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_predecessor_whose_host_is_gone_is_waited_for_until_its_ttl(
+    home: Home, calm: Left, renewed: bool
+) -> None:
+    """There is no warden that could see its end. One that renews is alive, wherever it is."""
+    request = Request(tenant=home.settings["tenant"], vram_bytes=1, ttl_us=4_000_000)
+    with looking() as ledger:
+        held = ledger.acquire("L-far", "secret", request, Holder(host="far-away"))
+        key = LeaseKey("L-far", held.lease.epoch, "secret")
+        ledger.reserve(key, effect="train job", job="job", fingerprint=train._RUNNER)
+
+    def impatient() -> None:
+        train.PREDECESSOR_US = 0
+        walk("job", STEPS)
+
+    pid = forked(impatient)
+    if renewed:
+        for _ in range(8):
+            time.sleep(0.5)
+            with looking() as ledger:
+                ledger.renew(key)
+        assert ended(pid) == CRASHED
+    else:
+        assert ended(pid) == 0
+        check_walk("job", calm, STEPS)

@@ -237,7 +237,8 @@ def test_break_does_not_count_the_step_and_stop_does(sqlite_home: Home) -> None:
                 run.stop("converged")
         return run
 
-    assert run_until("broken", "break").committed == 0
+    broken = run_until("broken", "break")
+    assert (broken.step, broken.committed) == (4, 0)
     assert run_until("stopped", "stop").committed == 5
     assert left_of("stopped").state["state"] == {"x": 5}
 
@@ -372,7 +373,7 @@ def test_training_goes_on_while_saves_fail_and_catches_up(sqlite_home: Home, cal
     assert run_to_end(work) == 0
     left = check_walk("job", calm, STEPS)
     assert left.spans[0][1] > 2
-    assert left_of("job", "job/mail").effects["job/mail"].completed
+    assert left_of("job", "job#mail").effects["job#mail"].completed
 
 
 def test_a_save_that_fails_at_the_very_end_is_tried_again(sqlite_home: Home, calm: Left) -> None:
@@ -407,6 +408,7 @@ def test_a_drain_that_cannot_save_still_leaves(sqlite_home: Home, calm: Left) ->
     def work() -> None:
         def stop(run: Any, step: Any) -> None:
             if step.number == 5:
+                wait_until(lambda: run._behind is None or run._behind.saving.done)
                 failing(1000)
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -446,8 +448,8 @@ def test_an_effect_happens_once_and_its_result_is_kept(sqlite_home: Home, tmp_pa
     assert committed_step() == 8
     assert run_to_end(lambda: walk("job", STEPS, every=1000, on_step=life(11))) == 7
     assert run_to_end(lambda: walk("job", STEPS, every=1000, on_step=life(0))) == 0
-    assert log.read_text().split() == ["job/mail-3", "job/mail-8"]
-    effects = left_of("job", "job/mail-3", "job/mail-8").effects
+    assert log.read_text().split() == ["job#mail-3", "job#mail-8"]
+    effects = left_of("job", "job#mail-3", "job#mail-8").effects
     assert [json.loads(e.outcome) for e in effects.values()] == [{"sent": 3}, {"sent": 8}]
 
 
@@ -471,8 +473,8 @@ def test_an_effect_of_an_uncommitted_step_is_done_again_with_the_same_key(
 
     assert run_to_end(lambda: walk("job", 6, every=1000, on_step=life(True))) == 7
     assert run_to_end(lambda: walk("job", 6, every=1000, on_step=life(False))) == 0
-    assert log.read_text().split() == ["job/mail", "job/mail"]
-    effect = left_of("job", "job/mail").effects["job/mail"]
+    assert log.read_text().split() == ["job#mail", "job#mail"]
+    effect = left_of("job", "job#mail").effects["job#mail"]
     assert (effect.completed, effect.version) == (True, 1)
 
 
@@ -489,7 +491,7 @@ def test_records_and_wrong_effects(sqlite_home: Home) -> None:
             wait_until(lambda: run._parts.ledger.head("job").step >= 1)  # type: ignore[union-attr]
             with pytest.raises((sublet.FingerprintMismatch, sublet.BadInput)):
                 step.record("accuracy", 0.7)
-    assert json.loads(left_of("job", "job/accuracy").effects["job/accuracy"].outcome) == 0.5
+    assert json.loads(left_of("job", "job#accuracy").effects["job#accuracy"].outcome) == 0.5
 
 
 # --- what is shown -------------------------------------------------------------------------------------------

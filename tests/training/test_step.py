@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from sublet.core.lease import EndReason
 from sublet.runtime.holding import Lease
 from sublet.wiring import open_ledger
 from tests.runtime.conftest import Home, wait_until
-from tests.training.rig import CRASHED, looking, run_to_end
+from tests.training.rig import CRASHED, ended, forked, looking, run_to_end
 
 ADD = """
 def train_step(grid, step, n, batch):
@@ -228,4 +229,42 @@ def test_killed_at_every_place_the_step_is_done_once(home: Home) -> None:
         head = ledger.head("job")
         assert head is not None
         assert head.step == head.version == 2 * len(PLACES)
+        assert ledger.verify().faults == ()
+
+
+ROUNDS = int(os.environ.get("SUBLET_STEP_RACES", "6"))
+
+
+def test_of_two_processes_at_one_step_one_completes_it(home: Home, tmp_path: Path) -> None:
+    """Begun at the same moment with the same inputs: one does the work, the other is told of it; the device is touched once (S4)."""
+
+    def work(step: int, number: int) -> None:
+        with sublet.gpu(vram="1GiB", ttl="10s") as lease:
+            real = lease._opener
+            assert real is not None
+
+            def opened(*args: Any) -> Any:
+                (tmp_path / f"touched-{step}-{number}").touch()
+                return real(*args)
+
+            lease._opener = opened
+            (tmp_path / f"ready-{step}-{number}").touch()
+            wait_until((tmp_path / f"go-{step}").exists)
+            try:
+                found = asked(lease, step, step - 1)
+            except sublet.EffectBusy:
+                os._exit(12)
+            os._exit(10 if isinstance(found, sublet.Completed) else 11)
+
+    for step in range(1, ROUNDS + 1):
+        pids = [forked(lambda n=n, step=step: work(step, n)) for n in (1, 2)]
+        wait_until(lambda step=step: len(list(tmp_path.glob(f"ready-{step}-*"))) == 2)
+        (tmp_path / f"go-{step}").touch()
+        codes = sorted(ended(pid) for pid in pids)
+        assert codes in ([10, 11], [10, 12]), codes
+        assert len(list(tmp_path.glob(f"touched-{step}-*"))) == 1
+    with looking() as ledger:
+        head = ledger.head("job")
+        assert head is not None
+        assert head.step == head.version == ROUNDS
         assert ledger.verify().faults == ()

@@ -22,7 +22,9 @@ class ProgressLine:
     def __init__(self, out: TextIO | None, job: str) -> None:
         self._out = out
         self._job = job
-        self._live = out is not None and out.isatty()
+        self._live = False
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no stream at all
+            self._live = out is not None and out.isatty()
         self._next_at = 0
         self._drawn = 0
 
@@ -48,7 +50,7 @@ class ProgressLine:
         notice: str = "",
     ) -> None:
         self._next_at = now + (_REDRAW_US if self._live else _REPEAT_US)
-        filled = _BAR * step // total if total else 0
+        filled = min(_BAR, _BAR * step // total) if total else 0
         bar = (
             f"[{'#' * filled}{'.' * (_BAR - filled)}] {step:,}/{total:,}"
             if total is not None

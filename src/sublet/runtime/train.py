@@ -15,19 +15,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
 import json
 import math
+import os
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from sublet.core.cadence import Cadence, Cost, Losses, best_interval
 from sublet.core.drain import Behind, DrainPlan, Save, Speed, plan_drain
-from sublet.core.effect import MOST_TEXT, Done, Duplicate, Steps
+from sublet.core.effect import MOST_EFFECTS, MOST_TEXT, Done, Duplicate, Steps
 from sublet.core.errors import (
     BadInput,
     Disconnected,
     EffectBusy,
+    Fenced,
+    FingerprintMismatch,
+    HeadMoved,
+    LeaseLost,
     NotDurable,
     NotFound,
     SubletError,
@@ -52,9 +59,17 @@ RETRY_US = SECOND_US
 LONGEST_RETRY_US = 60 * SECOND_US
 #: Saves of fewer bytes say how long a save takes, not how fast the store is.
 _ENOUGH_TO_MEASURE = 1 << 20
-#: How long the end of a predecessor is waited for. A warden sees the death of a process in milliseconds.
+#: How long the end of a predecessor on this host is waited for. A warden sees the death of a process in milliseconds.
 PREDECESSOR_US = 5 * SECOND_US
 _RUNNER = "one runner at a time"
+#: How soon a warning is heard while a save is waited for.
+_LISTEN_SECONDS = 0.05
+#: With so many effects in it a span is saved, whatever the cadence: a commit has room for twice as many.
+_MANY_EFFECTS = MOST_EFFECTS // 2
+#: After these the head is where it was, or it is written down that it moved.
+_NOT_SAVED = (NotDurable, Disconnected, OSError)
+#: Somebody made this step true before: a save this run gave up, or another holder.
+_MOVED = (HeadMoved, FingerprintMismatch)
 _NOT_WARNED = -(1 << 62)
 
 
@@ -116,15 +131,15 @@ class Step:
     def log(self, **values: Any) -> None:
         """Numbers worth seeing: shown in the progress line, committed with the step."""
         for name, value in values.items():
-            # Kept as it is: a tensor is read when somebody looks, so that logging does not wait for the device.
-            self._run._log[name] = value
+            # A tensor is read when somebody looks, so that logging does not wait for the device; what it was computed from is let go.
+            self._run._log[name] = value.detach() if getattr(value, "requires_grad", False) else value
 
     def effect(self, key: str, function: Callable[..., Any]) -> Any:
         """Do something outside the model once for this job: `step.effect("mail-epoch-1", send)`.
 
         It becomes true with the commit that makes this step true; asked again after that, its stored result is returned and the function
         is not called. If the process dies between the call and that commit, the function is called again by whoever repeats the step:
-        give its first parameter a name and it receives the key, so that whatever it talks to can tell a repeat.
+        give it a parameter without a default and it receives the key, so that whatever it talks to can tell a repeat.
         """
         return self._run._effect(self.number, key, function)
 
@@ -180,10 +195,14 @@ class Run:
         self._overlap = overlap
         self._patience_us = save_patience_us
         self._log: dict[str, Any] = {}
-        self._done_effects: dict[str, Any] = {}
+        self._done_effects: set[str] = set()  # and not committed yet
         self._random: Any = None
         self._span = _Span(1)
         self._behind: _UnderWay | None = None
+        # Saves given up since the last commit, by their last step: how many of the span's effects were in it, and its compute time.
+        self._given_up: dict[int, tuple[int, int]] = {}
+        self._mark = f"run {secrets.token_hex(8)} save "  # in the ledger, of what this run committed
+        self._tries = itertools.count(1)
         self._cost: Cost | None = None
         self._speed = Speed()
         self._last_bytes: int | None = None
@@ -196,6 +215,7 @@ class Run:
         self._leaving_for: Notice | None = None
         self._iterating = False
         self._closed = False
+        self._pid = os.getpid()
         now = parts.clock.monotonic_us()
         self._began_at = self._saved_at = now
         self._committed_at: int | None = None
@@ -262,7 +282,7 @@ class Run:
         parts.report(self.step, self.committed)
 
     def _own(self, lease: Held) -> None:
-        effect = f"train:{self.name}"
+        effect = f"train {self.name}"  # no job's name has a space in it, and so no step's key or effect's
         self._see_it_free(effect, lease)
         try:
             self._parts.ledger.reserve(lease.key, effect=effect, job=self.name, fingerprint=_RUNNER)
@@ -273,19 +293,33 @@ class Run:
             ) from busy
 
     def _see_it_free(self, effect: str, lease: Held) -> None:
-        """A predecessor that was just killed is believed alive until its host's warden has looked: wait for that moment, no longer."""
+        """A predecessor that was just killed is believed alive until somebody has seen its end: its host's warden in a moment, or the
+        end of its ttl when that host is gone too. Wait for it. One that renews meanwhile is alive."""
         ledger, clock = self._parts.ledger, self._parts.clock
-        until = clock.monotonic_us() + PREDECESSOR_US
-        while clock.monotonic_us() < until:
+        until, first = clock.monotonic_us() + PREDECESSOR_US, None
+        while True:
             found = ledger.effect(effect)
             if found is None or found.owner == lease.id:
                 return
-            with contextlib.suppress(NotFound):
+            try:
                 owner = ledger.look(found.owner)
-                if not fence(owner.lease, found.epoch, owner.at):
-                    self._parts.alarms.wait(0.02)
-                    continue
-            return
+            except NotFound:
+                return
+            if fence(owner.lease, found.epoch, owner.at):
+                return
+            if first is None:
+                first = owner.lease
+                if first.holder.host != ledger.look(lease.id).lease.holder.host:
+                    left = first.ends_at - owner.at
+                    until = clock.monotonic_us() + left + SECOND_US
+                    self._parts.line.say(
+                        f"waits for lease {first.id} of its predecessor on {first.holder.host} to end, within {format_duration(left)}"
+                    )
+            if owner.lease.expires_at > first.expires_at or clock.monotonic_us() >= until:
+                return
+            notice = self._parts.alarms.wait(0.02)
+            if notice is not None:
+                raise Preempted(notice, step=0, committed=0, plan="nothing was begun")
 
     # the loop
 
@@ -300,13 +334,17 @@ class Run:
             raise BadInput(f"on_notice={on_notice!r} is unknown: use 'exit' or 'stop'")
         if isinstance(total, bool) or not isinstance(total, int) or total < 0:
             raise BadInput(f"steps({total!r}) is not a number of steps")
+        self._may_begin()
+        return self._steps(total, on_notice)
+
+    def _may_begin(self) -> None:
         if self._closed:
             raise BadInput("this run is over; call sublet.train again", remedy="call sublet.train again")
         if self._iterating:
             raise BadInput("this run is being iterated already: one loop at a time")
-        return self._steps(total, on_notice)
 
     def _steps(self, total: int, on_notice: str) -> Iterator[Step]:
+        self._may_begin()  # asked again: much may have happened between the call and the first step
         clock = self._parts.clock
         self._iterating = True
         if self._random is not None:
@@ -322,10 +360,13 @@ class Run:
                     self._check()
                     self._step_began = clock.monotonic_us()
                     yield Step(self, self.step + 1)
+                    if self._closed:  # in the body: everything was given back
+                        return
+                    self._be_the_runner()
                     self._count(clock.monotonic_us())
                     leaving = self._boundary(total)
-                notice = self._leaving_for
-                plan = self._leave(total, notice)
+                plan = self._leave(total, self._leaving_for)
+            notice = self._leaving_for
             finished = True
             self.preempted = notice is not None
         finally:
@@ -334,6 +375,13 @@ class Run:
             self.close(finished=finished, listening=self.preempted and on_notice == "exit")
         if notice is not None and plan is not None and on_notice == "exit":
             raise Preempted(notice, step=self.step, committed=self.committed, plan=plan.reason)
+
+    def _be_the_runner(self) -> None:
+        if self._pid != os.getpid():
+            raise LeaseLost(
+                f"this is a forked child: job {self.name} goes on in process {self._pid}",
+                remedy="end a forked child with os._exit, or use multiprocessing",
+            )
 
     # steps by hand, for a loop that is somebody else's and whose end is not known
 
@@ -357,6 +405,7 @@ class Run:
 
     def end_step(self) -> None:
         """Its body has come to its end. Saves when that is due; leaves with `Preempted` on a warning."""
+        self._be_the_runner()
         self._count(self._parts.clock.monotonic_us())
         self._leave_if_told()
 
@@ -421,15 +470,26 @@ class Run:
         if over_any:
             return "over"
         if due_any:
+            self._leaving_for = self._warned_before_the_last_is_over()
+            if self._leaving_for is not None:
+                return "notice"
             self._save_behind()
         return ""
 
     # saving
 
+    def _warned_before_the_last_is_over(self) -> Notice | None:
+        """Saves do not overlap, and the one under way may take longer than a warning leaves time. Several ranks hear one at a boundary only."""
+        behind, notice = self._behind, None
+        if behind is not None and self._parts.ranks.world == 1:
+            while notice is None and not behind.saving.wait(_LISTEN_SECONDS):
+                notice = self.notice
+        return notice
+
     def _due(self, now: int) -> bool:
         if self.step < self._span.first or now < self._retry_at:
             return False
-        if self._failures:
+        if self._failures or len(self._span.effects) >= _MANY_EFFECTS:
             return True
         if self._cadence.steps:
             return self.step % self._cadence.steps == 0
@@ -447,15 +507,20 @@ class Run:
                 "inside the loop the step is not finished: its state must not be saved",
                 remedy="lower every= to save more often",
             )
+        if self._closed and self.step >= self._span.first:
+            raise BadInput(
+                f"this run is over, and a step may have been left in the middle: step {self.committed} is committed",
+                remedy="end a loop with run.stop() instead of break; what is done is then committed",
+            )
         self._commit_now()
 
     def _said(self, span: _Span, step: int) -> Steps:
-        log = {name: value if math.isfinite(value) else str(value) for name, value in self._numbers().items()}
-        outcome = {"compute_us": span.compute_us, "log": log}
+        outcome = {"compute_us": span.compute_us, "log": _stored(self._numbers())}
         return Steps(
             step=step,
             first=span.first,
             key=f"{self.name}:{step}",
+            fingerprint=f"{self._mark}{next(self._tries)}",
             cursor=self._cursor(),
             outcome=json.dumps(outcome),
             effects=tuple(span.effects),
@@ -466,20 +531,24 @@ class Run:
         found = {}
         for name, part in self._captured.parts.items():
             cursor = getattr(part, "cursor", None)
-            if isinstance(cursor, dict):
-                found[name] = cursor
+            with contextlib.suppress(TypeError, ValueError):  # somebody's own, and not for us
+                if isinstance(cursor, dict) and json.dumps(cursor):
+                    found[name] = cursor
         text = json.dumps(found) if found else ""
         return text if len(text) <= MOST_TEXT else ""
 
     def _save_behind(self) -> None:
         began = self._parts.clock.monotonic_us()
-        if self._behind is not None:
-            self._collect()
+        failures = self._failures
+        self._collect()
+        known = self._found_out() and self._failures == failures
         own = self._parts.ranks.gather(self._captured.take_own())
         lease = self._parts.lease
         if lease is None:
             self._span = _Span(self.step + 1)
             return
+        if not known or self.step < self._span.first:
+            return  # after a failure there is a pause; and what was committed after all needs no save
         span, self._span = self._span, _Span(self.step + 1)
         try:
             saving = self._parts.store.save_behind(
@@ -492,8 +561,8 @@ class Run:
             )
         except Unsavable as refused:
             raise self._captured.explained(refused) from refused
-        except (NotDurable, Disconnected, OSError) as failure:
-            self._save_failed(failure, span)
+        except (*_NOT_SAVED, *_MOVED) as failure:
+            self._not_saved(failure, self.step, span)
             return
         now = self._parts.clock.monotonic_us()
         self._saved_at = now
@@ -501,39 +570,79 @@ class Run:
 
     def _collect(self) -> None:
         """Wait for the save under way, if there is one, and see what became of it."""
-        behind, self._behind = self._behind, None
+        behind = self._behind
         if behind is None:
             return
         try:
             self._parts.store.settle()
             saved = behind.saving.result()
-        except (NotDurable, Disconnected, OSError) as failure:
-            if not self._happened(behind.step):
-                self._save_failed(failure, behind.span)
-                return
-            self._committed_as(self.version + 1, behind.step, behind.span)
+        except Exception as failure:  # interrupted, it is still under way
+            self._behind = None
+            if not isinstance(failure, (*_NOT_SAVED, *_MOVED)):
+                raise
+            self._not_saved(failure, behind.step, behind.span)
             return
+        self._behind = None
         save_us = int(behind.saving.seconds * SECOND_US)
         self._measure(saved, behind.stall_us, save_us)
         self._committed_as(saved.version, behind.step, behind.span)
 
-    def _happened(self, step: int) -> bool:
-        """The connection broke under the commit: what is written down decides (S5)."""
-        lease = self._parts.lease
-        with contextlib.suppress(SubletError):
-            found = self._parts.ledger.effect(f"{self.name}:{step}")
-            if found is not None and found.completed and lease is not None:
-                return (found.owner, found.epoch, found.version) == (lease.id, lease.epoch, self.version + 1)
-        return False
+    def _not_saved(self, failure: Exception, step: int, span: _Span) -> None:
+        """Training goes on, unless somebody else moved the head."""
+        self._put_back(step, span)
+        before = self.version
+        if not self._found_out() or self.version > before:
+            return
+        if isinstance(failure, _MOVED):
+            raise self._moved(failure)
+        self._save_failed(failure)
 
-    def _save_failed(self, failure: BaseException, span: _Span) -> None:
+    def _moved(self, failure: SubletError) -> HeadMoved:
+        head = failure.version if isinstance(failure, HeadMoved) else self.version + 1
+        return HeadMoved(
+            f"somebody else moved job {self.name} beyond step {self.committed} (version {self.version}), the last that this run "
+            f"committed: {failure.message}; nothing of it was overwritten",
+            version=head,
+            remedy="start again: it continues from where the job is now; give each job one runner",
+        )
+
+    def _found_out(self) -> bool:
+        """Whether `_find_out` could; if not, it is asked again later."""
+        try:
+            self._find_out()
+        except Disconnected as unread:
+            self._save_failed(unread)
+            return False
+        return True
+
+    def _put_back(self, step: int, span: _Span) -> None:
         """Its steps go into the next save."""
+        self._given_up[step] = (len(span.effects), span.compute_us)
+        span.compute_us += self._span.compute_us
+        span.effects += self._span.effects
+        self._span = span
+
+    def _find_out(self) -> None:
+        """The connection broke under a commit: what is written down decides (S5). Asked before every save until it could be read, because
+        a head that was moved by a save this run gave up is not somebody else's."""
+        for step, (effects, compute_us) in self._given_up.items():
+            try:
+                found = self._parts.ledger.effect(f"{self.name}:{step}")
+            except (SubletError, OSError) as unread:
+                raise Disconnected(
+                    f"whether step {step} was committed could not be read: {unread}"
+                ) from unread
+            if found and found.completed and found.fingerprint.startswith(self._mark):
+                whole = self._span
+                self._span = _Span(step + 1, whole.compute_us - compute_us, whole.effects[effects:])
+                self._committed_as(
+                    found.version, step, _Span(whole.first, compute_us, whole.effects[:effects])
+                )
+                return
+
+    def _save_failed(self, failure: BaseException) -> None:
         now = self._parts.clock.monotonic_us()
         self._failed_since = self._failed_since or now
-        if span is not self._span:
-            span.compute_us += self._span.compute_us
-            span.effects += self._span.effects
-            self._span = span
         waited = now - self._failed_since
         if waited >= self._patience_us:
             raise NotDurable(
@@ -554,9 +663,9 @@ class Run:
             self._parts.line.say(f"saved again: step {step:,} is committed")
         self.version, self.committed, self._committed_at = version, step, now
         self._failures, self._failed_since, self._retry_at = 0, 0, 0
+        self._given_up.clear()
         self._useful_us += span.compute_us
-        for done in span.effects:
-            self._done_effects.pop(done.key, None)
+        self._done_effects.difference_update(done.key for done in span.effects)
         self._parts.report(self.step, self.committed)
 
     def _measure(self, saved: SavedState, stall_us: int, save_us: int) -> None:
@@ -579,7 +688,8 @@ class Run:
         failed: Exception | None = None
         try:
             self._collect()
-        except (NotDurable, Disconnected, OSError) as failure:
+            self._find_out()
+        except _NOT_SAVED as failure:
             failed = failure
         # Rank 0 says whether: after a save that failed only it knows that there is something to save.
         wanted = self._parts.ranks.share(failed is None and self.step >= self._span.first)
@@ -600,12 +710,19 @@ class Run:
             )
         except Unsavable as refused:
             raise self._captured.explained(refused) from refused
-        except (NotDurable, Disconnected, OSError):
-            if self._happened(self.step):
-                self._committed_as(self.version + 1, self.step, span)
-                return
-            self._span = span
-            raise
+        except (*_NOT_SAVED, *_MOVED) as failure:
+            self._put_back(self.step, span)
+            before = self.version
+            self._find_out()
+            if self.version == before and isinstance(failure, _MOVED):
+                raise self._moved(failure) from failure
+            if self.version == before:
+                raise
+            if self.step >= self._span.first:
+                raise Disconnected(
+                    f"an earlier save had happened; steps after {self.committed} are not saved yet"
+                ) from failure
+            return
         took = self._parts.clock.monotonic_us() - began
         self._measure(saved, took, took)
         self._committed_as(saved.version, self.step, span)
@@ -616,7 +733,8 @@ class Run:
         """The last save of this process. With a notice, only what is durable in time."""
         line, now = self._parts.line, self._parts.clock.monotonic_us()
         if notice is None:
-            self._save_to_the_end()
+            notice = self._leaving_for = self._save_to_the_end()
+        if notice is None:
             self._wait_for_the_commit()
             line.say(
                 f"{'stopped' if self._stopping else 'done'} at step {self.step:,}, committed as version {self.version}"
@@ -630,7 +748,7 @@ class Run:
                 self._commit_now()
             elif plan.save is Save.WAIT:
                 self._collect()
-        except (NotDurable, Disconnected, OSError) as failure:
+        except (*_NOT_SAVED, LeaseLost, Fenced) as failure:
             plan = replace(plan, save=Save.SKIP, reason=f"what was done since could not be saved: {failure}")
         self._wait_for_the_commit()
         line.say(f"leaves ({notice.reason}): {plan.reason}. Step {self.committed:,} is committed")
@@ -663,22 +781,27 @@ class Run:
         shared: DrainPlan = self._parts.ranks.share(plan)
         return shared
 
-    def _save_to_the_end(self) -> None:
-        """All steps are done: what cannot be saved now is tried again, for as long as the run would have gone on without."""
+    def _save_to_the_end(self) -> Notice | None:
+        """All steps are done: what cannot be saved now is tried again, for as long as the run would have gone on without, or until
+        the warning that is returned."""
         while True:
             try:
                 self._commit_now()
-                return
-            except (NotDurable, Disconnected, OSError) as failure:
+                return None
+            except _NOT_SAVED as failure:
                 if self._parts.ranks.world > 1:
                     raise
-                self._save_failed(failure, self._span)
+                self._save_failed(failure)
                 pause = max(0, self._retry_at - self._parts.clock.monotonic_us())
-                self._parts.alarms.wait(pause / SECOND_US)
+                notice = self._parts.alarms.wait(pause / SECOND_US)
+                if notice is not None:
+                    return notice
                 self._check()
 
     def close(self, *, finished: bool = True, listening: bool = False) -> None:
         """Give everything back. What is committed is committed; a step that was not finished is not."""
+        if self._pid != os.getpid():
+            return  # a forked child: nothing of this is its own
         if self._closed:
             self._parts.alarms.close()
             return
@@ -711,29 +834,45 @@ class Run:
     # effects
 
     def _effect(self, number: int, key: str, function: Callable[..., Any]) -> Any:
+        if not self._iterating or self._closed or number != self.step + 1:
+            raise BadInput(
+                f"step {number} is over: nothing would make effect {key!r} true",
+                remedy="call it in the body of the loop, on the step that the loop gave",
+            )
         lease = self._parts.lease
         if lease is None:
             return None  # rank 0 does it for all
-        full = f"{self.name}/{key}"
+        full = f"{self.name}#{key}"  # no job's name has a '#' in it: no two jobs have a key in common
         if full in self._done_effects:
             raise BadInput(
                 f"effect {key!r} was done in a step that is not committed yet: use one key for one thing"
             )
+        self._make_room()
         fingerprint = hashlib.sha256(f"{self.name}\n{number}\n{key}".encode()).hexdigest()
         reserved = self._parts.ledger.reserve(lease.key, effect=full, job=self.name, fingerprint=fingerprint)
         if isinstance(reserved, Duplicate):
             return json.loads(reserved.outcome)
-        value = function(full) if inspect.signature(function).parameters else function()
+        value = function(full) if _wants_the_key(function) else function()
         try:
-            outcome = json.dumps(value)
+            done = Done(key=full, fingerprint=fingerprint, outcome=json.dumps(value))
         except (TypeError, ValueError) as e:
             raise BadInput(
                 f"what effect {key!r} returned cannot be stored: {e}",
                 remedy="return numbers, texts, lists and dicts, or None",
             ) from e
-        self._span.effects.append(Done(key=full, fingerprint=fingerprint, outcome=outcome))
-        self._done_effects[full] = value
-        return value
+        self._span.effects.append(done)
+        self._done_effects.add(full)
+        return json.loads(done.outcome)  # what a repeat will get: the first time must not differ
+
+    def _make_room(self) -> None:
+        """A commit takes so many effects: refused before one more is done than can become true."""
+        if len(self._done_effects) >= MOST_EFFECTS:
+            self._collect()
+        if len(self._span.effects) >= MOST_EFFECTS:
+            raise BadInput(
+                f"{MOST_EFFECTS:,} effects are waiting for one commit, which takes no more",
+                remedy="do several in one, or in several steps",
+            )
 
     # showing
 
@@ -768,4 +907,28 @@ def _number(value: Any) -> float | None:
             value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _stored(numbers: dict[str, float]) -> dict[str, float | str]:
+    """The first of them, as many as an outcome has room for: too much logged must not keep steps from being committed."""
+    stored: dict[str, float | str] = {}
+    room = MOST_TEXT - 1024
+    for name, value in numbers.items():
+        room -= len(json.dumps(name)) + 32
+        if room < 0:
+            break
+        stored[name] = value if math.isfinite(value) else str(value)
+    return stored
+
+
+def _wants_the_key(function: Callable[..., Any]) -> bool:
+    """One that binds a value by a default (`lambda n=n: ...`) must get that value."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False  # written in C, and does not say
+    return any(p.default is p.empty and p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)

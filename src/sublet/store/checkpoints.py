@@ -394,9 +394,14 @@ class CheckpointStore(Loading):
             for attempt in range(ASK_AGAIN):
                 with contextlib.suppress(Disconnected):
                     effect = ledger.effect(commit.key)
-                    if effect is not None and effect.completed:
-                        return effect.version
-                    break
+                    if effect is None or not effect.completed:
+                        break
+                    if (effect.owner, effect.epoch) != (lease.key.lease_id, lease.key.epoch):
+                        raise HeadMoved(
+                            f"{commit.key} was committed by another holder, at version {effect.version}",
+                            version=effect.version,
+                        ) from None
+                    return effect.version
                 if attempt == ASK_AGAIN - 1:
                     raise
             raise
