@@ -22,7 +22,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from sublet.core.cadence import Cadence, Cost, Losses, best_interval
 from sublet.core.drain import Behind, DrainPlan, Save, Speed, plan_drain
@@ -414,7 +414,9 @@ class Run:
         if self._closed:
             return
         self._leave_if_told()
-        self._leave(None, None)
+        plan = self._leave(None, None)
+        if self._leaving_for is not None:
+            self._leave_told(self._leaving_for, plan)
         self._iterating = False
 
     def on_notice(self, callback: Callable[[Notice], None]) -> None:
@@ -425,7 +427,9 @@ class Run:
             return
         notice = self._leaving_for
         assert notice is not None
-        plan = self._leave(None, notice)
+        self._leave_told(notice, self._leave(None, notice))
+
+    def _leave_told(self, notice: Notice, plan: DrainPlan | None) -> NoReturn:
         self._iterating, self.preempted = False, True
         self.close(listening=True)
         raise Preempted(notice, step=self.step, committed=self.committed, plan=plan.reason if plan else "")
