@@ -93,5 +93,5 @@ def test_gke_spot_training(sqlite_home: Home) -> None:  # noqa: F811
     done = run_example("gke_spot_training.py", sqlite_home.environment)
     assert done.returncode == 0, done.stderr
     assert "the pod left with exit code 85" in done.stdout
-    assert done.stdout.count("mail sent, with the key spot-training/half-way-mail") in (1, 2)
+    assert done.stdout.count("mail sent, with the key spot-training#half-way-mail") in (1, 2)
     assert "60 steps, each committed once, over three pods" in done.stdout
