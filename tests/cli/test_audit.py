@@ -75,19 +75,19 @@ def test_a_job_is_proven_until_somebody_edits_a_row(trained: Home) -> None:
         json.loads(line)
         for line in sublet(trained, "audit", "toy", "--effects", "--json").stdout.splitlines()
     ]
-    assert [r["key"] for r in rows if r["key"].startswith("toy/")] == sorted(
-        f"toy/row-{n}" for n in range(1, 11)
+    assert [r["key"] for r in rows if r["key"].startswith("toy#")] == sorted(
+        f"toy#row-{n}" for n in range(1, 11)
     )
     assert "sum" in sublet(trained, "audit", "toy", "--effects").stdout
 
-    edit(trained, """UPDATE effect SET outcome = '{"sum": 0.0}' WHERE key = 'toy/row-7'""")
+    edit(trained, """UPDATE effect SET outcome = '{"sum": 0.0}' WHERE key = 'toy#row-7'""")
     broken = sublet(trained, "audit", "toy")
     assert broken.returncode == 73
-    assert "effect toy/row-7" in broken.stdout
+    assert "effect toy#row-7" in broken.stdout
     assert "backup" in broken.stdout
     assert "not proven: 1 fault in toy" in broken.stderr
     code, (proof,) = audit(trained, "toy")
-    assert (code, proof["proven"], proof["faults"][0]["row"]) == (73, False, "effect toy/row-7")
+    assert (code, proof["proven"], proof["faults"][0]["row"]) == (73, False, "effect toy#row-7")
 
 
 def test_a_rollback_is_part_of_the_story(trained: Home) -> None:

@@ -230,7 +230,7 @@ def _run(tour: Tour, seed: int) -> list[str]:
     tour.say("seed", f"{seed}  (sublet demo --seed {seed} repeats it)", "dim")
     ensure_warden(tour.settings)
     device = tour.ledger.devices()[0]
-    tour.say("device", f"{device.id}: {device.name}, leased whole, ttl 4 s, renewed while it works")
+    tour.say("device", f"{device.id}: {device.name}, leased whole, ttl 10 s, renewed while it works")
     calm = tour.start("calm", "0")
     if calm.wait():
         raise SubletError(f"the undisturbed run failed with exit code {calm.returncode}")
