@@ -19,6 +19,7 @@ import ctypes
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +68,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
         "fuse.ceph",
     ]
 )
+#: How long another process may take to make a ledger of a new file.
+MIGRATE_SECONDS = 5.0
 #: Waiting threads of one process above which one commits for all.
 COMBINE_ABOVE = 4
 _SAFETY_BUSY_MS = 10_000  # for foreign tools that open the file without the gate
@@ -419,6 +422,18 @@ def schema_version(db: apsw.Connection) -> int:
 
 def apply_migrations(path: Path, clock: Clock) -> list[str]:
     """Bring the file to the newest schema, each step in its own transaction. Returns the names of what was applied."""
+    until = time.monotonic() + MIGRATE_SECONDS
+    while True:
+        try:
+            return _migrated(path, clock)
+        except Disconnected:
+            # A new file cannot be opened while another process makes a ledger of it: its journal mode is being set.
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.02)
+
+
+def _migrated(path: Path, clock: Clock) -> list[str]:
     with _translated:
         connection = _Connection(path)
         try:
