@@ -57,12 +57,8 @@ def test_killed_at_every_place_around_the_commit(home: Home, calm: Left) -> None
                 assert code == 0, f"{place} ended with {code}"
         assert run_to_end(lambda job=job: walk(job, STEPS)) == 0
         check_walk(job, calm, STEPS)
-    missed = set(PLACES) - set(died) - _NOT_HERE[home.settings["ledger"].split(":")[0]]
+    missed = set(PLACES) - set(died)
     assert not missed, f"never passed: {missed}"
-
-
-#: On PostgreSQL the hot commit is one function in the server: there is no place inside it to die at.
-_NOT_HERE: dict[str, set[str]] = {"sqlite": set(), "postgresql": set()}
 
 
 @pytest.mark.parametrize("action", ["raise", "drop"])

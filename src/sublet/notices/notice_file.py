@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 from sublet.core.notice import Notice
@@ -25,6 +24,7 @@ from sublet.core.values import SECOND_US
 from sublet.notices.asking import time_in_words
 from sublet.ports.clock import Clock
 from sublet.ports.notices import Surroundings
+from sublet.runs import notice_text
 
 LOOK_SECONDS = 0.2
 MOST_BYTES = 1 << 16
@@ -32,21 +32,11 @@ MOST_BYTES = 1 << 16
 
 def write_notice(path: str | os.PathLike[str], notice: Notice, now_us: int) -> None:
     """`now_us` is the monotonic clock the notice's deadline is on."""
-    left = max(0, notice.deadline_us - now_us)
-    ends = datetime.fromtimestamp((time.time_ns() // 1000 + left) / SECOND_US, UTC)
-    text = json.dumps(
-        {
-            "source": notice.source,
-            "reason": notice.reason,
-            "deadline": ends.isoformat(),
-            "deadline_monotonic_us": notice.deadline_us,
-            "seconds_left": left / SECOND_US,
-        }
-    )
+    data = notice_text(notice, now_us, time.time_ns() // 1000)
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        beside.write_text(text + "\n")
+        beside.write_bytes(data)
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
