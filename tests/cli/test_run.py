@@ -116,7 +116,9 @@ def test_no_signal_is_inherited_ignored(runs: Runs) -> None:
     )
     assert run.wait() == 0
     assert run.process.stdout is not None
-    assert int(run.process.stdout.read().split()[1], 16) == 0
+    ignored = int(run.process.stdout.read().split()[1], 16)
+    of_the_c_library = 1 << 31 | 1 << 32  # 32 and 33: no program may set them, and some launchers leave one ignored
+    assert ignored & ~of_the_c_library == 0
 
 
 def test_the_grace_and_the_lease_are_said_at_the_start(runs: Runs) -> None:

@@ -37,6 +37,7 @@ from sublet.hosting.supervisor import (
     LATE_US,
     POLL_MOST_MS,
     STATUS,
+    TELL_US,
     TERM_WAIT_US,
     Inmate,
     contain,
@@ -300,6 +301,8 @@ class CommandSupervisor:
         if left:
             self._learn_status()
         _, survivors = kill_all(inmate)
+        if not survivors and self._kill_us is not None:
+            self._switch.arm(max(_now_us() + TELL_US, self._kill_us + BACKSTOP_US))
         self._account(ended=True, ladder=ladder, survivors=survivors, duration_us=_now_us() - begun)
         self._say(
             {

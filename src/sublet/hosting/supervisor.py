@@ -35,6 +35,8 @@ KILL_WAIT_US = 5_000_000
 #: is nobody else's before the warden has seen everything gone, so these moments cost nobody anything.
 LATE_US = 10_000
 BACKSTOP_US = 250_000
+#: With everything gone, a slow disk may take this long to keep the account: the timer guards an empty house then.
+TELL_US = 700_000
 #: A lease may be longer than poll() can wait.
 POLL_MOST_MS = 3_600_000
 _SCM_CREDENTIALS = 2
@@ -262,6 +264,8 @@ class Supervisor:
                 ladder = "term" if leaving is not None and leaving.exiting else "kill"
         # Also when the worker left by itself: what it started goes with it.
         status, survivors = kill_all(inmate)
+        if not survivors:
+            self._switch.arm(_now_us() + TELL_US)
         self._account(ended=True, ladder=ladder, survivors=survivors, duration_us=_now_us() - begun)
         self._say({"ended": why, "status": status})
         os._exit(0)
