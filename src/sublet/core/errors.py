@@ -58,6 +58,27 @@ class CallFailed(BadInput):
     remedy = "its traceback is in the cause; correct the function and call again"
 
 
+class NotJson(BadInput):
+    """An item or a result is not made of texts, numbers, lists and dicts; nothing was stored."""
+
+    code = "not_json"
+    remedy = "send what JSON can hold: array.tolist(), str(path); put bytes in a file or a checkpoint and send its name"
+
+
+class TooLarge(BadInput):
+    """An item or a result is larger than a queue takes; nothing was stored."""
+
+    code = "too_large"
+    remedy = "put the bytes in a file, a bucket or a checkpoint, and send its name"
+
+
+class ItemFailed(BadInput):
+    """An item failed every try it has; it is kept in the dead-letter list with its last error."""
+
+    code = "item_failed"
+    remedy = "correct the function, then 'sublet queue redrive QUEUE'; the results of the others are kept"
+
+
 class Misconfigured(SubletError):
     """The installation or its settings cannot work; nothing was changed."""
 
@@ -194,6 +215,13 @@ class FingerprintMismatch(Stale):
     remedy = "use a new key for new inputs"
 
 
+class StaleDelivery(Stale):
+    """The item was handed to somebody else meanwhile; this result was refused and overwrote nothing."""
+
+    code = "stale_delivery"
+    remedy = "nothing to do: whoever has the item now completes it; a longer visibility makes this rarer"
+
+
 class JournalBroken(Stale):
     """The journal does not verify."""
 
@@ -285,6 +313,20 @@ class Disconnected(SubletError):
 
     code = "disconnected"
     remedy = "check that the ledger is up with 'sublet doctor', then retry"
+
+
+class BrokerDown(Disconnected):
+    """The broker could not be reached; what it had not seen acknowledged it keeps."""
+
+    code = "broker_down"
+    remedy = "check the broker's address and that it is up; nothing was lost, try again"
+
+
+class SinkDown(Disconnected):
+    """The sink could not be reached; nothing was acknowledged, the items stay with this worker."""
+
+    code = "sink_down"
+    remedy = "bring the sink back: results are stored again from where they stopped"
 
 
 class RankLost(Disconnected):
