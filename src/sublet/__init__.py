@@ -16,6 +16,9 @@ _HOME = {
     "block": "sublet.keeping",
     "Durable": "sublet.keeping",
     "Block": "sublet.runtime.block",
+    "queue": "sublet.queueing",
+    "Queue": "sublet.runtime.queues",
+    "Item": "sublet.runtime.pull",
     "train": "sublet.training",
     "run_step": "sublet.training",
     "Loader": "sublet.runtime.data",
@@ -86,9 +89,12 @@ if TYPE_CHECKING:
     from sublet.core.notice import Notice
     from sublet.core.retention import Retention
     from sublet.keeping import Durable, block
+    from sublet.queueing import queue
     from sublet.runtime.block import Block
     from sublet.runtime.data import Loader, Sampler
     from sublet.runtime.holding import Lease
+    from sublet.runtime.pull import Item
+    from sublet.runtime.queues import Queue
     from sublet.runtime.step import Completed, Duplicate
     from sublet.runtime.train import Preempted, Run
     from sublet.training import run_step, train
@@ -99,10 +105,12 @@ __all__ = [
     "Completed",
     "Duplicate",
     "Durable",
+    "Item",
     "Lease",
     "Loader",
     "Notice",
     "Preempted",
+    "Queue",
     "ReplicaPolicy",
     "Retention",
     "Run",
@@ -116,6 +124,7 @@ __all__ = [
     "i32",
     "i64",
     "on_gpu",
+    "queue",
     "run_step",
     "train",
     "u32",

@@ -37,11 +37,13 @@ from sublet.hosting.containment import contained
 from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.processes import HostProcesses
 from sublet.plugins import installed
+from sublet.ports.broker import Broker
 from sublet.ports.command import Command
 from sublet.ports.driver import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.ports.notices import NoticeSource, OpenSource, Surroundings
 from sublet.ports.session import Session
+from sublet.ports.sink import Sink
 from sublet.ports.worker import Workers
 from sublet.runs import RunFolder
 from sublet.runtime.holding import Lease
@@ -178,6 +180,24 @@ def regions(settings: Settings) -> DirectoryRegions:
     from sublet.store.regions import DirectoryRegions
 
     return DirectoryRegions(settings.home / "blocks")
+
+
+def open_broker(url: str, queue: str) -> Broker:
+    """Where a queue's items come from, by the address's scheme."""
+    scheme, colon, _ = url.partition("://")
+    if not colon:
+        raise Misconfigured(
+            f"the broker's address {url[:40]!r} has no scheme",
+            remedy="write amqp://…, redis://…, sqs://… or pubsub://…",
+        )
+    return plug_in("sublet.brokers", scheme)(url, queue)  # type: ignore[no-any-return]
+
+
+def open_sink(what: str | Sink | Callable[..., Any]) -> Sink:
+    """Where a queue's results go. Imported late: most queues keep them in the ledger."""
+    from sublet.sinks.opening import open_sink as opened
+
+    return opened(what)
 
 
 def block_keeper(settings: Settings) -> BlockKeeper:

@@ -1,8 +1,8 @@
 """The journal: every decision, chained so that an edit, a removal or a swap is named.
 
 Rules of this file:
-- Rows live on strands. The `main` strand holds every grant, wait, refusal, revoke and end. A lease's renewals
-  and a job's commits each have a strand of their own, so that they do not queue behind one row.
+- Rows live on strands. The `main` strand holds every grant, wait, refusal, revoke and end. A lease's renewals,
+  a job's commits and a clerk's items each have a strand of their own, so that they do not queue behind one row.
 - A strand's first row carries the hash of the main row it began at; when it is finished, or at a seal, a main
   row carries its last hash. A whole strand can therefore not vanish unseen.
 - The hash covers the text exactly as stored. Nothing is re-serialised to verify it.
@@ -28,6 +28,10 @@ def lease_strand(lease_id: str) -> str:
 
 def job_strand(job: str) -> str:
     return f"job:{job}"
+
+
+def clerk_strand(clerk: int) -> str:
+    return f"clerk:{clerk}"
 
 
 @dataclass(frozen=True, slots=True)

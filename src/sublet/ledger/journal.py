@@ -11,6 +11,7 @@ from sublet.core.journal import (
     Entry,
     Fault,
     StrandEnd,
+    clerk_strand,
     job_strand,
     lease_strand,
     verify_strand,
@@ -49,6 +50,10 @@ def verify(tx: Tx) -> Verification:
         (job_strand(r[0]), r)
         for r in tx.rows("SELECT job, strand_seq, strand_hash, strand_anchor FROM head ORDER BY job")
     ]
+    owners += [
+        (clerk_strand(r[0]), r)
+        for r in tx.rows("SELECT id, strand_seq, strand_hash, strand_anchor FROM clerk ORDER BY id")
+    ]
     for strand, (_, seq, digest, anchor) in owners:
         entries = strands.pop(strand, [])
         count += 1
@@ -78,17 +83,23 @@ def _check_pledges(
             faults.append(Fault(lease_strand(entry.subject), 0, "the lease was granted, its row is missing"))
         if entry.kind == "job.started" and job_strand(entry.subject) not in owners:
             faults.append(Fault(job_strand(entry.subject), 0, "the job was started, its head is missing"))
+        if entry.kind == "clerk.opened" and clerk_strand(body.get("clerk", 0)) not in owners:
+            faults.append(
+                Fault(clerk_strand(body.get("clerk", 0)), 0, "the clerk was opened, its row is missing")
+            )
         if entry.kind == "lease.ended" and "strand_hash" in body:
             row = owners.get(lease_strand(entry.subject))
             if row is not None and (row[1], row[2]) != (body["strand_seq"], body["strand_hash"]):
                 faults.append(Fault(lease_strand(entry.subject), row[1], "it changed after the lease ended"))
         if entry.kind == "journal.sealed":
-            for job, (seq, digest) in body.get("jobs", {}).items():
-                row = owners.get(job_strand(job))
+            stood = {job_strand(job): end for job, end in body.get("jobs", {}).items()}
+            stood |= {clerk_strand(int(clerk)): end for clerk, end in body.get("clerks", {}).items()}
+            for strand, (seq, digest) in stood.items():
+                row = owners.get(strand)
                 if row is None or row[1] < seq:
-                    faults.append(Fault(job_strand(job), seq, "it is shorter than it was when sealed"))
-                elif by_seq.get(job_strand(job), {}).get(seq) != digest:
-                    faults.append(Fault(job_strand(job), seq, "it is not the strand that was sealed"))
+                    faults.append(Fault(strand, seq, "it is shorter than it was when sealed"))
+                elif by_seq.get(strand, {}).get(seq) != digest:
+                    faults.append(Fault(strand, seq, "it is not the strand that was sealed"))
     return faults
 
 
@@ -102,7 +113,14 @@ def tail(tx: Tx, after: int, limit: int) -> list[tuple[int, Entry]]:
 
 
 def seal(tx: Tx) -> str:
-    """Write where every job's strand stands into the main strand; returns the main strand's end to keep elsewhere."""
+    """Write where the strand of every job and every clerk stands into the main strand; returns the main strand's end to keep elsewhere."""
     _ = tx.pool
     jobs = {r[0]: [r[1], r[2]] for r in tx.rows("SELECT job, strand_seq, strand_hash FROM head ORDER BY job")}
-    return write_main(tx, "journal.sealed", "", "journal", {"jobs": jobs})
+    body: dict[str, object] = {"jobs": jobs}
+    clerks = {
+        str(r[0]): [r[1], r[2]]
+        for r in tx.rows("SELECT id, strand_seq, strand_hash FROM clerk WHERE strand_seq > 0")
+    }
+    if clerks:
+        body["clerks"] = clerks
+    return write_main(tx, "journal.sealed", "", "journal", body)

@@ -8,8 +8,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from sublet.core import meter
 from sublet.core.admission import Wait, in_order, why_waiting
@@ -41,6 +41,8 @@ from sublet.ledger import (
     waitlist,
 )
 from sublet.ledger.credentials import unknown
+from sublet.ledger.engine import raised
+from sublet.ledger.item_verbs import ItemVerbs
 from sublet.ledger.rows import SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, policy_of, write_main
 from sublet.ports.bell import Bell
@@ -63,34 +65,8 @@ from sublet.ports.processes import Receipt
 T = TypeVar("T")
 
 
-class Engine(Protocol):
-    """What a database must offer to carry the verbs."""
-
-    def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T: ...
-    def read(self, work: Callable[[Tx], T]) -> T: ...
-    def now(self) -> int: ...
-    def ring(self, topics: set[str]) -> None: ...
-    def bell(self) -> Bell: ...
-    def barrier(self) -> None: ...
-    def unstick(self) -> str: ...
-    def describe(self) -> dict[str, str]: ...
-    def close(self) -> None: ...
-
-
-def _raised(result: T | SubletError) -> T:
-    if isinstance(result, SubletError):
-        raise result
-    return result
-
-
-class SqlLedger:
+class SqlLedger(ItemVerbs):
     """Implements `ports.ledger.Ledger`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def _write(self, work: Callable[[Tx], Any], *, durable: bool, patience_us: int | None = None) -> Any:
-        return _raised(self.engine.write(work, durable=durable, patience_us=patience_us))
 
     # leases, by their holder
 
@@ -140,7 +116,7 @@ class SqlLedger:
                 return unknown(lease_id)
             return Answer(lease=lease_of(row), at=tx.now)
 
-        return _raised(self.engine.read(read))
+        return raised(self.engine.read(read))
 
     # leases, by wardens, operators and listings
 
@@ -202,7 +178,7 @@ class SqlLedger:
         return self.engine.read(tenants.list_tenants)
 
     def tenant(self, name: str) -> Tenant:
-        return _raised(self.engine.read(lambda tx: tenants.get_tenant(tx, name)))
+        return raised(self.engine.read(lambda tx: tenants.get_tenant(tx, name)))
 
     def add_tenant(self, tenant: Tenant, *, actor: str, exist_ok: bool = False) -> Tenant:
         check_name(tenant.name, what="tenant")
@@ -259,7 +235,7 @@ class SqlLedger:
         return self.engine.read(lambda tx: proof.list_effects(tx, job, after, limit))
 
     def prove(self, *jobs: str) -> list[Proof]:
-        return _raised(self.engine.read(lambda tx: proof.prove(tx, jobs)))
+        return raised(self.engine.read(lambda tx: proof.prove(tx, jobs)))
 
     # block leases
 
@@ -322,7 +298,7 @@ class SqlLedger:
 
     def look_block(self, block_id: str, tenant: str) -> BlockAnswer:
         check_locator(block_id)
-        return _raised(self.engine.read(lambda tx: blocks.look(tx, block_id, tenant)))
+        return raised(self.engine.read(lambda tx: blocks.look(tx, block_id, tenant)))
 
     def blocks(self, *, tenant: str = "", gone: bool = False, limit: int = 1000) -> list[BlockAnswer]:
         return self.engine.read(lambda tx: blocks.list_blocks(tx, tenant=tenant, gone=gone, limit=limit))
@@ -333,7 +309,7 @@ class SqlLedger:
     # versions
 
     def versions(self, job: str) -> Versions:
-        return _raised(self.engine.read(lambda tx: versions.load(tx, job)))
+        return raised(self.engine.read(lambda tx: versions.load(tx, job)))
 
     def all_versions(self) -> list[Versions]:
         return self.engine.read(versions.load_all)

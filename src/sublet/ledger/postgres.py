@@ -105,6 +105,15 @@ class PostgresTx:
         self._wrote = True
         return self._connection.execute(_placed(sql), params).rowcount
 
+    def run_many(self, sql: str, rows: Sequence[Sequence[object]]) -> int:
+        self._wrote = True
+        with self._connection.cursor() as cursor:
+            cursor.executemany(_placed(sql), rows)
+            return cursor.rowcount
+
+    def free_rows(self, sql: str, *params: object) -> list[Row]:
+        return self.rows(f"{sql} FOR UPDATE SKIP LOCKED", *params)
+
     @property
     def pool(self) -> Pool:
         if self._pool is None:

@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -221,6 +221,7 @@ class SqliteTx:
         return self._execute(sql, params).fetchone()
 
     locked = row
+    free_rows = rows
 
     def stream(self, sql: str, *params: Any) -> Iterator[Row]:
         return iter(self._execute(sql, params))
@@ -228,6 +229,12 @@ class SqliteTx:
     def run(self, sql: str, *params: Any) -> int:
         self._execute(sql, params)
         return self._db.changes()
+
+    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
+        before = self._db.total_changes()
+        for _ in self._db.executemany(sql, rows):
+            pass
+        return self._db.total_changes() - before
 
     def flush(self) -> None:
         pool = self.pool

@@ -9,7 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,8 +68,14 @@ class Tx(Protocol):
     def run(self, sql: str, *params: object) -> int:
         """How many rows it changed."""
 
+    def run_many(self, sql: str, rows: Sequence[Sequence[object]]) -> int:
+        """The same statement for each row of values. How many rows it changed in all."""
+
     def locked(self, sql: str, *params: object) -> Row | None:
         """The row, locked until the end of the transaction."""
+
+    def free_rows(self, sql: str, *params: object) -> list[Row]:
+        """Rows, locked; those somebody else has locked are left out."""
 
     @property
     def pool(self) -> Pool:

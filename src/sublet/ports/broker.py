@@ -38,6 +38,10 @@ class Broker(Protocol):
     def give_back(self, messages: Sequence[Message]) -> None:
         """Called when they could not be made items: to be had again at once."""
 
+    def put_aside(self, message: Message, why: str) -> None:
+        """Called for one that can never be an item, such as a far too large one: to the broker's dead-letter means, or dropped with a warning that names it. It must not
+        come again for ever."""
+
     def publish(self, items: Sequence[tuple[str, Any]]) -> None:
         """Called by `queue.publish` on a queue with a broker: (key, body) each; durable at the broker when it returns. A key of '' lets the broker name it."""
 

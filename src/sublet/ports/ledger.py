@@ -29,6 +29,7 @@ from sublet.core.schedule import Instruction
 from sublet.core.tenancy import Tenant
 from sublet.core.versions import Adoption, Kept, Versions
 from sublet.ports.bell import Bell
+from sublet.ports.items import ItemLedger
 from sublet.ports.processes import Receipt
 
 
@@ -133,7 +134,7 @@ class HeldTime:
     commits: tuple[Commitment, ...]
 
 
-class Ledger(Protocol):
+class Ledger(ItemLedger, Protocol):
     # leases: called by the holder's runtime
     def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
         """Grant, wait, offer or refuse. Repeating it with the same id returns what the first call did."""

@@ -13,3 +13,8 @@ def lease_topic(lease_id: str) -> str:
 def host_topic(host: str) -> str:
     """For the host's warden: a lease there began or changed."""
     return f"host:{host}"
+
+
+def queue_topic(queue: int) -> str:
+    """For whoever waits for items of this queue: there may be one."""
+    return f"queue:{queue}"

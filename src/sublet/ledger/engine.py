@@ -1,0 +1,44 @@
+"""What a database must offer to carry the verbs, and how a verb is run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from sublet.core.errors import SubletError
+from sublet.ledger.tx import Tx
+from sublet.ports.bell import Bell
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """Implemented by `sqlite` and `postgres`."""
+
+    def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T: ...
+    def read(self, work: Callable[[Tx], T]) -> T: ...
+    def now(self) -> int: ...
+    def ring(self, topics: set[str]) -> None: ...
+    def bell(self) -> Bell: ...
+    def barrier(self) -> None: ...
+    def unstick(self) -> str: ...
+    def describe(self) -> dict[str, str]: ...
+    def close(self) -> None: ...
+
+
+def raised(result: T | SubletError) -> T:
+    """A refusal comes out of its transaction as a value, so that the transaction commits what it wrote about it."""
+    if isinstance(result, SubletError):
+        raise result
+    return result
+
+
+class Verbs:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def _write(self, work: Callable[[Tx], Any], *, durable: bool, patience_us: int | None = None) -> Any:
+        return raised(self.engine.write(work, durable=durable, patience_us=patience_us))
+
+    def _read(self, work: Callable[[Tx], Any]) -> Any:
+        return raised(self.engine.read(work))

@@ -1,0 +1,126 @@
+"""The verbs of `ports.items`, each as one transaction.
+
+Rules of this file:
+- A verb is one line: which transaction function, durable or not. What it means is in `queues` and `items`.
+- Inputs are checked before a lock is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sublet.core.errors import BadInput, SubletError
+from sublet.core.items import Ack, Draft, ItemState, Nack, Terms, check_draft, check_terms, check_visibility
+from sublet.core.lease import Holder
+from sublet.core.values import check_name
+from sublet.ledger import items, queues
+from sublet.ledger.engine import Verbs
+from sublet.ports.items import ClerkRecord, Delivery, ItemRecord, Published, QueueRecord, QueueStats
+
+if TYPE_CHECKING:
+    from sublet.ports.ledger import LeaseKey
+
+#: The most items of one transaction: longer ones would make others wait.
+MOST_AT_ONCE = 10_000
+
+
+class ItemVerbs(Verbs):
+    """Implements `ports.items.ItemLedger`; part of `SqlLedger`."""
+
+    # queues
+
+    def open_queue(self, tenant: str, name: str, terms: Terms | None) -> QueueRecord:
+        check_name(tenant, what="tenant")
+        check_name(name, what="queue")
+        if terms is not None:
+            check_terms(terms)
+        return self._write(lambda tx: queues.open_queue(tx, tenant, name, terms), durable=True)  # type: ignore[no-any-return]
+
+    def queue(self, tenant: str, name: str) -> QueueRecord:
+        check_name(name, what="queue")
+        return self._read(lambda tx: queues.get_queue(tx, tenant, name))  # type: ignore[no-any-return]
+
+    def queues(self, tenant: str) -> list[QueueRecord]:
+        return self._read(lambda tx: queues.list_queues(tx, tenant))  # type: ignore[no-any-return]
+
+    def pause_queue(self, queue: int, *, paused: bool, actor: str) -> None:
+        self._write(lambda tx: queues.pause_queue(tx, queue, paused, actor), durable=True)
+
+    def queue_stats(self, queue: int) -> QueueStats:
+        return self._read(lambda tx: queues.stats(tx, queue))  # type: ignore[no-any-return]
+
+    # items, by a clerk
+
+    def open_clerk(self, queue: int, holder: Holder, pid_space: int = 0) -> int:
+        check_name(holder.host, what="host")
+        return self._write(lambda tx: queues.open_clerk(tx, queue, holder, pid_space), durable=True)  # type: ignore[no-any-return]
+
+    def publish(self, clerk: int, batch: int, drafts: Sequence[Draft]) -> Published:
+        _check_many(drafts)
+        for draft in drafts:
+            check_draft(draft)
+        return self._write(lambda tx: items.publish(tx, clerk, batch, drafts), durable=True)  # type: ignore[no-any-return]
+
+    def pull(self, clerk: int, most: int, visibility_us: int, holding: Sequence[int] = ()) -> list[Delivery]:
+        check_visibility(visibility_us)
+        if not 1 <= most <= MOST_AT_ONCE:
+            raise BadInput(f"pull 1 to {MOST_AT_ONCE} items at once, not {most}")
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: items.pull(tx, clerk, most, visibility_us, holding), durable=False
+        )
+
+    def extend(self, clerk: int, held: Sequence[tuple[int, int]], visibility_us: int) -> set[int]:
+        return self._write(lambda tx: items.extend(tx, clerk, held, visibility_us), durable=False)  # type: ignore[no-any-return]
+
+    def complete(
+        self, clerk: int, acks: Sequence[Ack], *, lease: LeaseKey | None = None
+    ) -> list[SubletError | None]:
+        _check_many(acks)
+        _check_apart([ack.item for ack in acks])
+        return self._write(lambda tx: items.complete(tx, clerk, acks, lease), durable=True)  # type: ignore[no-any-return]
+
+    def give_back(self, clerk: int, nacks: Sequence[Nack]) -> list[SubletError | None]:
+        _check_many(nacks)
+        _check_apart([nack.item for nack in nacks])
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: items.give_back(tx, clerk, nacks), durable=any(nack.failed for nack in nacks)
+        )
+
+    # a clerk that is gone
+
+    def clerks_at_work(self, queue: int) -> list[ClerkRecord]:
+        return self._read(lambda tx: queues.clerks_at_work(tx, queue))  # type: ignore[no-any-return]
+
+    def end_clerk(self, clerk: int) -> int:
+        return self._write(lambda tx: items.end_clerk(tx, clerk), durable=False)  # type: ignore[no-any-return]
+
+    # listings and operators
+
+    def clerks(self, queue: int) -> list[ClerkRecord]:
+        return self._read(lambda tx: queues.clerks(tx, queue))  # type: ignore[no-any-return]
+
+    def item(self, queue: int, item: int) -> ItemRecord:
+        return self._read(lambda tx: queues.get_item(tx, queue, item))  # type: ignore[no-any-return]
+
+    def items(self, queue: int, state: ItemState, *, after: int = 0, limit: int = 1000) -> list[ItemRecord]:
+        return self._read(lambda tx: queues.list_items(tx, queue, state, after, limit))  # type: ignore[no-any-return]
+
+    def items_by_key(self, queue: int, keys: Sequence[str]) -> list[ItemRecord]:
+        return self._read(lambda tx: queues.by_key(tx, queue, keys))  # type: ignore[no-any-return]
+
+    def redrive(self, queue: int, wanted: Sequence[int] | None, *, most: int, actor: str) -> int:
+        return self._write(lambda tx: items.redrive(tx, queue, wanted, most, actor), durable=True)  # type: ignore[no-any-return]
+
+    def purge(self, queue: int, states: Sequence[ItemState], *, most: int, actor: str) -> int:
+        return self._write(lambda tx: items.purge(tx, queue, states, most, actor), durable=True)  # type: ignore[no-any-return]
+
+
+def _check_many(given: Sequence[object]) -> None:
+    if not 1 <= len(given) <= MOST_AT_ONCE:
+        raise BadInput(f"1 to {MOST_AT_ONCE} items at once, not {len(given)}")
+
+
+def _check_apart(numbers: Sequence[int]) -> None:
+    if len(set(numbers)) != len(numbers):
+        raise BadInput("one item was given twice")

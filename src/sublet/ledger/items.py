@@ -1,0 +1,495 @@
+"""Items: publishing, handing out, completing, giving back (S1, S4, S6).
+
+Rules of this file:
+- Completing writes the result, the state, the clerk's counts, the lease's sign of work and the journal row in one transaction.
+- Rows are locked in one order: the lease, the clerk, the items by number. A pull takes items nobody has locked and waits for none.
+- A visibility that ran out is acted upon by whoever pulls next. Until then its clerk may still complete it: nobody else has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sublet.core.effect import said
+from sublet.core.errors import LeaseLost, NotFound, SubletError
+from sublet.core.items import (
+    Ack,
+    Back,
+    Draft,
+    Item,
+    ItemState,
+    Nack,
+    Tempo,
+    Terms,
+    counted,
+    decide_loss,
+    decide_nack,
+    has_it,
+    refusal,
+    shortened,
+)
+from sublet.core.journal import StrandEnd, clerk_strand
+from sublet.core.lease import Lease, fence
+from sublet.failpoints import failpoint
+from sublet.ledger.credentials import proves
+from sublet.ledger.queues import by_id
+from sublet.ledger.rows import LEASE_BY_ID, lease_of
+from sublet.ledger.tx import Tx, write_main, write_strand
+from sublet.ports.items import Delivery, Published
+from sublet.ports.ledger import LeaseKey
+from sublet.ports.topics import queue_topic
+
+#: The most lapsed and delayed items one pull brings back; the next pull brings more.
+MOST_BROUGHT_BACK = 1000
+_KEYS_AT_ONCE = 500
+
+_ITEM = "SELECT id, state, delivery, owner, place, failures, losses FROM item WHERE id = ? AND queue = ?"
+
+
+@dataclass(slots=True)
+class _Desk:
+    """A clerk's row, locked, with what it needs to know of its queue."""
+
+    clerk: int
+    tenant: str
+    queue: int
+    name: str
+    paused: bool
+    terms: Terms
+    batch: int
+    batch_new: int
+    tempo: Tempo
+    end: StrandEnd
+
+    def tell(self, tx: Tx, kind: str, body: dict[str, object]) -> None:
+        self.end = write_strand(tx, clerk_strand(self.clerk), self.end, kind, self.tenant, self.name, body)
+
+    def keep(self, tx: Tx, **more: int) -> None:
+        """Where its strand stands now, and counts to be added."""
+        sets = "".join(f", {column} = {column} + ?" for column in more)
+        tx.run(
+            f"UPDATE clerk SET strand_seq = ?, strand_hash = ?{sets} WHERE id = ?",
+            self.end.seq,
+            self.end.hash,
+            *more.values(),
+            self.clerk,
+        )
+
+
+_DESK = (
+    "SELECT q.tenant, q.id, q.name, q.paused, q.visibility_us, q.tries, q.losses, q.backoff_us, q.concurrency, "
+    "c.batch, c.batch_new, c.tempo_slot, c.tempo_count, c.tempo_before, c.strand_seq, c.strand_hash "
+    "FROM clerk c JOIN queue q ON q.id = c.queue WHERE c.id = ?"
+)
+
+
+def _desk(tx: Tx, clerk: int, *, lock: bool) -> _Desk | NotFound:
+    if lock:
+        tx.locked("SELECT id FROM clerk WHERE id = ?", clerk)
+    row = tx.row(_DESK, clerk)
+    if row is None:
+        return NotFound(f"there is no clerk {clerk}", remedy="open the queue again with sublet.queue(...)")
+    return _Desk(
+        clerk,
+        row[0],
+        row[1],
+        row[2],
+        bool(row[3]),
+        Terms(visibility_us=row[4], tries=row[5], losses=row[6], backoff_us=row[7], concurrency=row[8]),
+        row[9],
+        row[10],
+        Tempo(*row[11:14]),
+        StrandEnd(row[14], row[15]),
+    )
+
+
+def _item(tx: Tx, queue: int, item: int) -> Item | None:
+    row = tx.locked(_ITEM, item, queue)
+    if row is None:
+        return None
+    return _item_of(row)
+
+
+def _item_of(row: Sequence[Any]) -> Item:
+    return Item(
+        id=row[0],
+        state=ItemState(row[1]),
+        delivery=row[2],
+        owner=row[3],
+        place=row[4],
+        failures=row[5],
+        losses=row[6],
+    )
+
+
+# --- publishing ----------------------------------------------------------------------------------------------
+
+
+def publish(tx: Tx, clerk: int, batch: int, drafts: Sequence[Draft]) -> Published | SubletError:
+    desk = _desk(tx, clerk, lock=True)
+    if isinstance(desk, NotFound):
+        return desk
+    if batch <= desk.batch:  # its answer was lost
+        new = desk.batch_new if batch == desk.batch else 0
+    else:
+        now = tx.now
+        new = tx.run_many(
+            "INSERT INTO item (queue, key, state, priority, visible_at, place, delivery, failures, losses, owner, published_at, "
+            "done_at, work_us, body, result, error) VALUES (?,?,?,?,?,?,0,0,0,0,?,0,0,?,'','') ON CONFLICT DO NOTHING",
+            [
+                (
+                    desk.queue,
+                    draft.key or None,
+                    "delayed" if draft.delay_us else "ready",
+                    draft.priority,
+                    now + draft.delay_us,
+                    now + draft.delay_us,
+                    now,
+                    draft.body,
+                )
+                for draft in drafts
+            ],
+        )
+        failpoint("after_items")
+        desk.tell(tx, "items.published", {"count": len(drafts), "new": new})
+        tx.run(
+            "UPDATE clerk SET strand_seq = ?, strand_hash = ?, batch = ?, batch_new = ?, published = published + ? WHERE id = ?",
+            desk.end.seq,
+            desk.end.hash,
+            batch,
+            new,
+            new,
+            clerk,
+        )
+        tx.rings.add(queue_topic(desk.queue))
+    conflicts = _conflicts(tx, desk.queue, drafts) if new < len(drafts) else ()
+    return Published(new=new, duplicates=len(drafts) - new - len(conflicts), conflicts=conflicts)
+
+
+def _conflicts(tx: Tx, queue: int, drafts: Sequence[Draft]) -> tuple[str, ...]:
+    """The keys whose stored body is another one; a draft per key, as often as it was given."""
+    keys = sorted({draft.key for draft in drafts if draft.key})
+    stored: dict[str, str] = {}
+    for start in range(0, len(keys), _KEYS_AT_ONCE):
+        some = keys[start : start + _KEYS_AT_ONCE]
+        marks = ",".join("?" * len(some))
+        stored |= dict(
+            tx.rows(
+                f"SELECT key, body FROM item WHERE queue = ? AND key IS NOT NULL AND key IN ({marks})",
+                queue,
+                *some,
+            )
+        )
+    return tuple(
+        draft.key for draft in drafts if draft.key and stored.get(draft.key, draft.body) != draft.body
+    )
+
+
+# --- handing out ---------------------------------------------------------------------------------------------
+
+
+def pull(
+    tx: Tx, clerk: int, most: int, visibility_us: int, holding: Sequence[int]
+) -> list[Delivery] | SubletError:
+    desk = _desk(tx, clerk, lock=False)
+    if isinstance(desk, NotFound):
+        return desk
+    if tx.again:
+        _return_unknown(tx, desk, set(holding))
+    if desk.paused:
+        return []
+    if desk.terms.concurrency:
+        # Counted under the queue's lock: two that pull at once must not both see the last place free.
+        tx.locked("SELECT id FROM queue WHERE id = ?", desk.queue)
+    bring_back(tx, desk.queue, desk.terms, clerk)
+    if desk.terms.concurrency:
+        row = tx.row(
+            "SELECT count(*) FROM item WHERE queue = ? AND state IN ('delayed', 'leased') AND state = 'leased'",
+            desk.queue,
+        )
+        most = min(most, desk.terms.concurrency - (row[0] if row else 0))
+    if most <= 0:
+        return []
+    found = tx.free_rows(
+        "SELECT id, key, body, delivery + 1, failures, losses, priority, published_at FROM item "
+        "WHERE queue = ? AND state = 'ready' ORDER BY priority DESC, place, id LIMIT ?",
+        desk.queue,
+        most,
+    )
+    if found:
+        until = tx.now + visibility_us
+        tx.run_many(
+            "UPDATE item SET state = 'leased', owner = ?, delivery = ?, visible_at = ? WHERE id = ?",
+            [(clerk, row[3], until, row[0]) for row in found],
+        )
+    return [Delivery(row[0], row[1] or "", *row[2:]) for row in found]
+
+
+def bring_back(tx: Tx, queue: int, terms: Terms, clerk: int) -> None:
+    """What was delayed and is due, and what was handed out to somebody who has said nothing since."""
+    now = tx.now
+    due = tx.free_rows(
+        "SELECT id, state, delivery, owner, place, failures, losses FROM item WHERE queue = ? AND "
+        "state IN ('delayed', 'leased') AND visible_at <= ? ORDER BY visible_at LIMIT ?",
+        queue,
+        now,
+        MOST_BROUGHT_BACK,
+    )
+    if not due:
+        return
+    items = [_item_of(row) for row in due]
+    tx.run_many(
+        "UPDATE item SET state = 'ready' WHERE id = ?",
+        [(item.id,) for item in items if item.state is ItemState.DELAYED],
+    )
+    _lose(tx, queue, terms, clerk, [item for item in items if item.state is ItemState.LEASED])
+
+
+def _lose(tx: Tx, queue: int, terms: Terms, teller: int, items: Sequence[Item]) -> None:
+    """Their clerks are lost. Who died of it is told in the journal by whoever noticed."""
+    now = tx.now
+    dead: list[Item] = []
+    rows: list[tuple[object, ...]] = []
+    for item in items:
+        back = decide_loss(item, terms, now)
+        rows.append((back.state.value, back.losses, back.visible_at, back.why, back.why, item.id))
+        if back.state is ItemState.DEAD:
+            dead.append(item)
+    if rows:
+        tx.run_many(
+            "UPDATE item SET state = ?, losses = ?, visible_at = ?, error = CASE WHEN ? = '' THEN error ELSE ? END WHERE id = ?",
+            rows,
+        )
+    if dead:
+        desk = _desk(tx, teller, lock=True)
+        if isinstance(desk, _Desk):
+            desk.tell(tx, "items.dead", {"dead": [[item.id, item.delivery] for item in dead]})
+            desk.keep(tx)
+
+
+def _return_unknown(tx: Tx, desk: _Desk, known: set[int]) -> None:
+    """An earlier try may have handed out items in an answer that was lost: nobody would work on them for a whole visibility."""
+    for (item,) in tx.rows(
+        "SELECT id FROM item WHERE queue = ? AND state IN ('delayed', 'leased') AND state = 'leased' AND owner = ?",
+        desk.queue,
+        desk.clerk,
+    ):
+        if item not in known:
+            tx.run(
+                "UPDATE item SET state = 'ready' WHERE id = ? AND state = 'leased' AND owner = ?",
+                item,
+                desk.clerk,
+            )
+
+
+def extend(tx: Tx, clerk: int, held: Sequence[tuple[int, int]], visibility_us: int) -> set[int] | SubletError:
+    until = tx.now + visibility_us
+    return {
+        item
+        for item, delivery in sorted(held)
+        if not tx.run(
+            "UPDATE item SET visible_at = ? WHERE id = ? AND state = 'leased' AND owner = ? AND delivery = ?",
+            until,
+            item,
+            clerk,
+            delivery,
+        )
+    }
+
+
+# --- ending --------------------------------------------------------------------------------------------------
+
+
+def told_done(acks: Sequence[Ack], lease: LeaseKey | None) -> dict[str, object]:
+    """What the journal keeps of results: which delivery, and a digest that an edit would not fit."""
+    body: dict[str, object] = {"done": [[ack.item, ack.delivery, said("", ack.result)[:16]] for ack in acks]}
+    if lease is not None:
+        body |= {"lease": lease.lease_id, "epoch": lease.epoch}
+    return body
+
+
+def complete(
+    tx: Tx, clerk: int, acks: Sequence[Ack], key: LeaseKey | None
+) -> list[SubletError | None] | SubletError:
+    lease: Lease | None = None
+    if key is not None:
+        row = tx.locked(LEASE_BY_ID, key.lease_id)
+        if row is None or not proves(row, key.secret):
+            return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
+        lease = lease_of(row)
+    desk = _desk(tx, clerk, lock=True)
+    if isinstance(desk, NotFound):
+        return desk
+    now = tx.now
+    if key is not None and lease is not None:
+        why = fence(lease, key.epoch, now)
+        if why:
+            return LeaseLost(
+                f"{why}: no result was stored, the items are to be had again",
+                remedy="nothing to do: another lease works on them",
+            )
+    answers: dict[int, SubletError | None] = {}
+    done: list[Ack] = []
+    refused: list[Ack] = []
+    for ack in sorted(acks, key=lambda a: a.item):
+        if tx.run(
+            "UPDATE item SET state = 'done', result = ?, error = '', done_at = ?, work_us = ? "
+            "WHERE id = ? AND queue = ? AND state = 'leased' AND owner = ? AND delivery = ?",
+            ack.result,
+            now,
+            ack.work_us,
+            ack.item,
+            desk.queue,
+            clerk,
+            ack.delivery,
+        ):
+            done.append(ack)
+            answers[ack.item] = None
+        else:
+            answer = answers[ack.item] = refusal(_item(tx, desk.queue, ack.item), clerk, ack.delivery)
+            if answer is not None:
+                refused.append(ack)
+    failpoint("after_items")
+    if done:
+        desk.tell(tx, "items.completed", told_done(done, key))
+    if refused:
+        desk.tell(tx, "items.refused", {"refused": [[ack.item, ack.delivery] for ack in refused]})
+    tempo = counted(desk.tempo, now, len(done))
+    tx.run(
+        "UPDATE clerk SET strand_seq = ?, strand_hash = ?, completed = completed + ?, stale = stale + ?, work_us = work_us + ?, "
+        "tempo_slot = ?, tempo_count = ?, tempo_before = ? WHERE id = ?",
+        desk.end.seq,
+        desk.end.hash,
+        len(done),
+        len(refused),
+        sum(ack.work_us for ack in done),
+        tempo.slot,
+        tempo.count,
+        tempo.before,
+        clerk,
+    )
+    if key is not None and done:
+        tx.run(
+            "UPDATE lease SET committed_at = ?, active_at = ? WHERE id = ? AND epoch = ?",
+            now,
+            now,
+            key.lease_id,
+            key.epoch,
+        )
+    return [answers[ack.item] for ack in acks]
+
+
+def give_back(tx: Tx, clerk: int, nacks: Sequence[Nack]) -> list[SubletError | None] | SubletError:
+    desk = _desk(tx, clerk, lock=True)
+    if isinstance(desk, NotFound):
+        return desk
+    now = tx.now
+    answers: dict[int, SubletError | None] = {}
+    failed: list[list[object]] = []
+    for nack in sorted(nacks, key=lambda n: n.item):
+        item = _item(tx, desk.queue, nack.item)
+        if item is None or not has_it(item, clerk, nack.delivery):
+            answers[nack.item] = refusal(item, clerk, nack.delivery)
+            continue
+        back = decide_nack(item, nack, desk.terms, now)
+        _put_back(tx, item, nack, back)
+        answers[nack.item] = None
+        if nack.failed:
+            failed.append([item.id, item.delivery, back.state.value])
+    if failed:
+        desk.tell(tx, "items.failed", {"failed": failed})
+        desk.keep(tx, failed=len(failed))
+    if any(answer is None for answer in answers.values()):
+        tx.rings.add(queue_topic(desk.queue))
+    return [answers[nack.item] for nack in nacks]
+
+
+def _put_back(tx: Tx, item: Item, nack: Nack, back: Back) -> None:
+    error = shortened(nack.error)
+    tx.run(
+        "UPDATE item SET state = ?, visible_at = ?, place = ?, failures = ?, losses = ?, "
+        "error = CASE WHEN ? = '' THEN error ELSE ? END WHERE id = ?",
+        back.state.value,
+        back.visible_at,
+        back.place,
+        back.failures,
+        back.losses,
+        error,
+        error,
+        item.id,
+    )
+
+
+def end_clerk(tx: Tx, clerk: int) -> int | SubletError:
+    desk = _desk(tx, clerk, lock=True)
+    if isinstance(desk, NotFound):
+        return desk
+    rows = tx.free_rows(
+        "SELECT id, state, delivery, owner, place, failures, losses FROM item WHERE queue = ? AND "
+        "state IN ('delayed', 'leased') AND state = 'leased' AND owner = ?",
+        desk.queue,
+        clerk,
+    )
+    _lose(tx, desk.queue, desk.terms, clerk, [_item_of(row) for row in rows])
+    if rows:
+        tx.rings.add(queue_topic(desk.queue))
+    return len(rows)
+
+
+# --- operators -----------------------------------------------------------------------------------------------
+
+
+def redrive(tx: Tx, queue: int, items: Sequence[int] | None, most: int, actor: str) -> int | SubletError:
+    found = by_id(tx, queue)
+    if isinstance(found, NotFound):
+        return found
+    if items is None:
+        wanted = [
+            row[0]
+            for row in tx.free_rows(
+                "SELECT id FROM item WHERE queue = ? AND state = 'dead' ORDER BY id LIMIT ?", queue, most
+            )
+        ]
+    else:
+        wanted = sorted(set(items))
+    moved = (
+        tx.run_many(
+            "UPDATE item SET state = 'ready', failures = 0, losses = 0, place = ?, visible_at = ? "
+            "WHERE id = ? AND queue = ? AND state = 'dead'",
+            [(tx.now, tx.now, item, queue) for item in wanted],
+        )
+        if wanted
+        else 0
+    )
+    if moved:
+        write_main(tx, "queue.redriven", found.tenant, found.name, {"items": moved, "by": actor})
+        tx.rings.add(queue_topic(queue))
+    return moved
+
+
+def purge(tx: Tx, queue: int, states: Sequence[ItemState], most: int, actor: str) -> int | SubletError:
+    found = by_id(tx, queue)
+    if isinstance(found, NotFound):
+        return found
+    gone = 0
+    for state in states:
+        where = f"state = '{state.value}'"
+        if state in (ItemState.DELAYED, ItemState.LEASED):
+            where = f"state IN ('delayed', 'leased') AND {where}"
+        rows = tx.free_rows(f"SELECT id FROM item WHERE queue = ? AND {where} LIMIT ?", queue, most - gone)
+        if rows:
+            gone += tx.run_many("DELETE FROM item WHERE id = ?", rows)
+        if gone >= most:
+            break
+    if gone:
+        tx.run("UPDATE queue SET purged = purged + ? WHERE id = ?", gone, queue)
+        write_main(
+            tx,
+            "queue.purged",
+            found.tenant,
+            found.name,
+            {"items": gone, "states": [state.value for state in states], "by": actor},
+        )
+    return gone

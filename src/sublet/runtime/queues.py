@@ -1,0 +1,649 @@
+"""A queue as its users see it: publish, pull, complete, results.
+
+Rules of this file:
+- The ledger's queue is the truth. With a broker, what comes from there becomes an item first and is settled there afterwards; with a sink, a result is stored
+  there first and acknowledged here afterwards. A crash between the two is a duplicate later, never a loss.
+- Items go to and come from the ledger in batches, and never more than a batch of them is in memory.
+- A clerk is opened at the first use, by each process for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sublet.core.errors import (
+    BadInput,
+    FingerprintMismatch,
+    ItemFailed,
+    NotFound,
+    NotJson,
+    StaleDelivery,
+    SubletError,
+    TooLarge,
+)
+from sublet.core.items import Ack, Draft, ItemState, Nack, Terms, check_visibility, from_text, to_text
+from sublet.core.lease import Holder
+from sublet.core.values import check_name, parse_duration
+from sublet.ports.bell import Bell
+from sublet.ports.broker import Broker, Message
+from sublet.ports.clock import Clock
+from sublet.ports.items import ClerkRecord, ItemRecord, Published, QueueRecord, QueueStats
+from sublet.ports.ledger import Ledger
+from sublet.ports.sink import Made, Sink
+from sublet.ports.topics import queue_topic
+from sublet.runtime.holding import Lease
+from sublet.runtime.pull import Held, Item
+
+PUBLISHED_AT_ONCE = 1000
+PUBLISHED_BYTES_AT_ONCE = 4 << 20
+LISTED_AT_ONCE = 1000
+PURGED_AT_ONCE = 10_000
+#: Whoever waits for items looks this often, also when no bell rings.
+LOOK_US = 1_000_000
+#: Whether a clerk of this host that has items is alive is asked no more often than this.
+ALIVE_US = 1_000_000
+#: How long one question to a broker waits there, when nothing else is to be had.
+BROKER_WAIT_US = 200_000
+#: `map` asks this often for what others are working on.
+MAP_LOOK_SECONDS = 0.05
+MAP_AHEAD = 2000
+
+Key = Callable[[Any], str] | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one item."""
+
+    id: int
+    key: str
+    body: Any
+    value: Any
+    done_at: int
+    work_us: int
+    delivery: int
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What a queue needs to know of the process and host it is used on."""
+
+    holder: Callable[[], Holder]  # this process, as others on this host can look it up
+    pid_space: int
+    alive: Callable[[ClerkRecord], bool]  # False only for one of this host that is surely gone
+
+
+class Queue:
+    """What `sublet.queue(...)` returns. Nothing is asked of the ledger until it is used."""
+
+    def __init__(
+        self,
+        name: str,
+        tenant: str,
+        ledger: Callable[[], Ledger],
+        clock: Clock,
+        here: Here,
+        *,
+        terms: Callable[[Terms], Terms] | None = None,
+        sink: Sink | None = None,
+        broker: Callable[[], Broker] | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name = check_name(name, what="queue")
+        self.tenant = tenant
+        self.lease: Lease | None = None  # with one, nothing is completed unless it is alive
+        self._open = ledger
+        self._clock = clock
+        self._here = here
+        self._terms = terms
+        self.sink = sink
+        self._open_broker = broker
+        self._broker: Broker | None = None
+        self._prepare = prepare
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._record: QueueRecord | None = None
+        self._clerk = 0
+        self._batch = 0
+        self._held = self._new_held()
+        self._asked_alive_us = -ALIVE_US
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __repr__(self) -> str:
+        return f"<Queue {self._name}>"
+
+    # opening
+
+    def _new_held(self) -> Held:
+        return Held(
+            self._clock,
+            lambda held, visibility: self._ledger.extend(self._clerk, held, visibility),
+            self._name,
+        )
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._open()
+
+    def _at(self, *, make: bool = False) -> QueueRecord:
+        """The queue's row; made when somebody publishes, otherwise it must be there."""
+        with self._lock:
+            if self._pid != os.getpid():
+                # A forked child has none of its parent's items, and is a clerk of its own.
+                self._pid, self._clerk, self._batch, self._broker = os.getpid(), 0, 0, None
+                self._held = self._new_held()
+            if self._record is None:
+                self._prepare()
+                ledger = self._ledger
+                try:
+                    found: QueueRecord | None = ledger.queue(self.tenant, self._name)
+                except NotFound:
+                    if not make and self._open_broker is None:
+                        raise
+                    found = None
+                wanted = self._terms(found.terms if found else Terms()) if self._terms else None
+                if found is None or (wanted is not None and wanted != found.terms):
+                    found = ledger.open_queue(self.tenant, self._name, wanted)
+                self._record = found
+            return self._record
+
+    def _me(self, *, make: bool = False) -> int:
+        with self._lock:
+            record = self._at(make=make)
+            if not self._clerk:
+                self._clerk = self._ledger.open_clerk(record.id, self._here.holder(), self._here.pid_space)
+            return self._clerk
+
+    def _at_broker(self) -> Broker | None:
+        if self._open_broker is not None and self._broker is None:
+            self._broker = self._open_broker()
+        return self._broker
+
+    # publishing
+
+    def publish(
+        self,
+        items: Any,
+        *,
+        key: Key = None,
+        priority: int = 0,
+        delay: str | float = 0,
+        batch: int = PUBLISHED_AT_ONCE,
+        on_progress: Callable[[int], None] = lambda count: None,
+    ) -> Published:
+        """One item, or any number of them: a list, a generator, an open file of them. Each batch is one transaction.
+
+        `key` is for dedupe: a function of the item, or the key itself for one item. A key is published once; the same key with another item is
+        refused with `FingerprintMismatch` after the others are in.
+        """
+        if not 1 <= batch <= 10_000:
+            raise BadInput(f"a batch is 1 to 10000 items, not {batch}")
+        one = not isinstance(items, Iterable) or isinstance(items, str | bytes | bytearray | dict)
+        if isinstance(key, str) and not one:
+            raise BadInput("for several items, key is a function of the item, such as key=str")
+        delay_us = parse_duration(delay, what="delay") if delay else 0
+        drafts = (
+            Draft(
+                body=to_text(body, what=f"item {number}"),
+                key=_key_of(key, body),
+                priority=priority,
+                delay_us=delay_us,
+            )
+            for number, body in enumerate([items] if one else items, 1)
+        )
+        new = duplicates = 0
+        conflicts: list[str] = []
+        try:
+            for some in _batches(drafts, batch):
+                done = self._publish_batch(some)
+                new, duplicates = new + done.new, duplicates + done.duplicates
+                conflicts += done.conflicts
+                on_progress(new + duplicates + len(conflicts))
+        except (NotJson, TooLarge, BadInput) as e:
+            if not new:
+                raise
+            told = f"{e.message}. The first {new + duplicates + len(conflicts)} items are published"
+            raise type(e)(
+                told,
+                remedy="correct it and publish the rest; with key= those that are there are not published twice",
+            ) from e
+        if conflicts:
+            shown = ", ".join(conflicts[:3]) + (" …" if len(conflicts) > 3 else "")
+            raise FingerprintMismatch(
+                f"{len(conflicts)} items were not published: their key is known with another item ({shown}). "
+                f"{new} were published, {duplicates} were there already",
+                remedy="use a new key for a new item; what was stored under the key was not touched",
+            )
+        return Published(new=new, duplicates=duplicates)
+
+    def _publish_batch(self, drafts: Sequence[Draft]) -> Published:
+        broker = self._at_broker()
+        if broker is not None:
+            if any(draft.priority or draft.delay_us for draft in drafts):
+                raise BadInput(
+                    "a broker's queue has no priority and no delay: publish without, or without broker="
+                )
+            with self._lock:
+                broker.publish([(draft.key, from_text(draft.body)) for draft in drafts])
+            return Published(new=len(drafts))
+        return self._into_ledger(drafts)
+
+    def _into_ledger(self, drafts: Sequence[Draft]) -> Published:
+        with self._lock:  # batches are numbered, so that one whose answer was lost is not published twice
+            clerk = self._me(make=True)
+            done = self._ledger.publish(clerk, self._batch + 1, drafts)
+            self._batch += 1
+            return done
+
+    # pulling
+
+    def pull(
+        self, most: int = 1, *, visibility: str | float | None = None, wait: str | float = 0
+    ) -> Iterator[Item]:
+        """Up to so many items, one after the other. Those the loop did not come to are given back when it is left.
+
+        `visibility` is how long an item stays with a process that says nothing; it is extended while this process lives. `wait` is how long to
+        wait for the first one.
+        """
+        items = deque(
+            self.take(
+                most,
+                visibility_us=None if visibility is None else parse_duration(visibility, what="visibility"),
+                wait_us=parse_duration(wait, what="wait") if wait else 0,
+            )
+        )
+        return self._handed(items)
+
+    def _handed(self, items: deque[Item]) -> Iterator[Item]:
+        try:
+            while items:
+                item = items.popleft()
+                item.begun_us = self._clock.monotonic_us()
+                yield item
+        finally:
+            if items:
+                with contextlib.suppress(SubletError):
+                    self.give_back((item, _untouched(item)) for item in items)
+
+    def take(
+        self,
+        most: int,
+        *,
+        visibility_us: int | None = None,
+        wait_us: int = 0,
+        still_wanted: Callable[[], bool] = lambda: True,
+    ) -> list[Item]:
+        """As `pull`, all at once; whoever takes them gives them back."""
+        record = self._at()
+        visibility_us = check_visibility(visibility_us or record.terms.visibility_us)
+        until = self._clock.monotonic_us() + wait_us
+        bell: Bell | None = None
+        try:
+            while True:
+                items = self._take_now(most, visibility_us)
+                left = until - self._clock.monotonic_us()
+                if items or left <= 0 or not still_wanted():
+                    return items
+                if self._broker is not None:
+                    continue  # it was waited for there
+                if bell is None:
+                    bell = self._ledger.bell()
+                    bell.listen(queue_topic(record.id))
+                    continue  # something may have come before we listened
+                bell.wait(min(left, LOOK_US))
+        finally:
+            if bell is not None:
+                bell.close()
+
+    def _take_now(self, most: int, visibility_us: int) -> list[Item]:
+        clerk = self._me()
+        sent = self._clock.monotonic_us()
+        given = self._ledger.pull(clerk, most, visibility_us, self._held.numbers())
+        missing = most - len(given)
+        if (
+            missing
+            and self._at_broker() is not None
+            and self._take_in(missing, wait_us=0 if given else BROKER_WAIT_US)
+        ):
+            given += self._ledger.pull(
+                clerk, most - len(given), visibility_us, [*self._held.numbers(), *(d.item for d in given)]
+            )
+        if not given and self._end_the_dead():
+            given = self._ledger.pull(clerk, most, visibility_us, self._held.numbers())
+        items = [Item(self, delivery, visibility_us, sent) for delivery in given]
+        self._held.add(items)
+        return self._without_stored(items) if self.sink is not None else items
+
+    def _end_the_dead(self) -> bool:
+        """Items of a process of this host that is gone need not wait for their visibility to run out."""
+        now = self._clock.monotonic_us()
+        if now - self._asked_alive_us < ALIVE_US:
+            return False
+        self._asked_alive_us = now
+        gone = [
+            clerk.id
+            for clerk in self._ledger.clerks_at_work(self._at().id)
+            if clerk.id != self._clerk and not self._here.alive(clerk)
+        ]
+        return sum(self._ledger.end_clerk(clerk) for clerk in gone) > 0
+
+    def _without_stored(self, items: list[Item]) -> list[Item]:
+        """The sink may know the result of an item whose acknowledgement was lost: that one is not worked on again."""
+        assert self.sink is not None
+        again = [item for item in items if item.delivery > 1]
+        if not again:
+            return items
+        try:
+            known = self.sink.known([item.idempotency_key for item in again])
+        except SubletError:
+            self.give_back((item, _untouched(item)) for item in items)
+            raise
+        stored = [item for item in again if item.idempotency_key in known]
+        if stored:
+            self._acknowledge([(item, "null") for item in stored])
+        return [item for item in items if not item.over]
+
+    # from a broker
+
+    def _take_in(self, most: int, *, wait_us: int) -> int:
+        """Messages become items: durable here first, settled there afterwards."""
+        broker = self._at_broker()
+        assert broker is not None
+        with self._lock:
+            messages = broker.receive(most, wait_us=wait_us)
+            if not messages:
+                return 0
+            drafts: list[Draft] = []
+            unfit: list[tuple[Message, SubletError]] = []
+            for message in messages:
+                try:
+                    drafts.append(Draft(body=to_text(message.body, what="a message"), key=message.key))
+                except (NotJson, TooLarge) as e:
+                    unfit.append((message, e))
+            try:
+                done = self._into_ledger(drafts) if drafts else Published(new=0)
+            except BaseException:
+                with contextlib.suppress(SubletError):
+                    broker.give_back(messages)
+                raise
+            for key in done.conflicts:
+                warnings.warn(
+                    f"queue {self._name}: a message with the key {key[:80]} came with another content than before; the first one counts",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            for message, why in unfit:
+                broker.put_aside(message, str(why))
+            refused = {id(message) for message, _ in unfit}
+            broker.settle([message for message in messages if id(message) not in refused])
+            return done.new
+
+    # ending items
+
+    def complete(self, done: Iterable[tuple[Item, Any]]) -> list[SubletError | None]:
+        """Store results and acknowledge their items, all in one transaction: None for each, or why it was refused."""
+        pairs = [(item, to_text(result, what=f"the result of item {item.id}")) for item, result in done]
+        if self.sink is not None:
+            self.sink.store(
+                [
+                    Made(
+                        key=item.idempotency_key,
+                        queue=self._name,
+                        item=item.id,
+                        item_key=item.key,
+                        delivery=item.delivery,
+                        body=item.body,
+                        result=from_text(text),
+                    )
+                    for item, text in pairs
+                    if not item.lost
+                ]
+            )
+            pairs = [(item, "null") for item, _ in pairs]
+        return self._acknowledge(pairs)
+
+    def _acknowledge(self, pairs: Sequence[tuple[Item, str]]) -> list[SubletError | None]:
+        if not pairs:
+            return []
+        now = self._clock.monotonic_us()
+        acks = [
+            Ack(
+                item=item.id,
+                delivery=item.delivery,
+                result=text,
+                work_us=max(0, now - item.begun_us),
+            )
+            for item, text in pairs
+        ]
+        lease = self.lease.key if self.lease is not None else None
+        answers = self._ledger.complete(self._me(), acks, lease=lease)
+        for (item, _), refused in zip(pairs, answers, strict=True):
+            item.over = True
+            item.lost = refused is not None
+        self._held.remove(item for item, _ in pairs)
+        return answers
+
+    def give_back(self, nacks: Iterable[tuple[Item, Nack]]) -> None:
+        """Items that are not this process's any more are no error here: somebody has them."""
+        pairs = [(item, nack) for item, nack in nacks if not item.over]
+        if not pairs:
+            return
+        self._held.remove(item for item, _ in pairs)
+        answers = self._ledger.give_back(self._me(), [nack for _, nack in pairs])
+        for (item, _), refused in zip(pairs, answers, strict=True):
+            item.over = True
+            item.lost = isinstance(refused, StaleDelivery)
+
+    # the simple case
+
+    def map(
+        self,
+        function: Callable[[Any], Any],
+        items: Iterable[Any],
+        *,
+        key: Callable[[Any], str] | None = None,
+        visibility: str | float | None = None,
+    ) -> Iterator[Any]:
+        """The function's result for every item, in their order, each computed once: started again after a crash it goes on, and other
+        processes at the same queue help. An item that failed every try raises `ItemFailed` when its turn comes."""
+        visibility_us = None if visibility is None else parse_duration(visibility, what="visibility")
+        waiting: deque[str] = deque()
+        known: dict[str, ItemRecord] = {}
+        source = iter(items)
+        while True:
+            fresh = list(itertools.islice(source, max(0, MAP_AHEAD - len(waiting))))
+            if fresh:
+                keys = [_map_key(key, body) for body in fresh]
+                pairs = dict(zip(keys, fresh, strict=True))
+                self._publish_pairs(pairs)
+                waiting.extend(keys)
+            if not waiting:
+                return
+            while waiting and waiting[0] in known:
+                yield _value_of(known[waiting[0]], waiting[0])
+                done = waiting.popleft()
+                if done not in waiting:
+                    del known[done]
+            if not waiting:
+                continue
+            worked = self._work_one(function, visibility_us)
+            if not worked or waiting[0] not in known:
+                self._learn(waiting, known)
+            if not worked and waiting[0] not in known:
+                threading.Event().wait(MAP_LOOK_SECONDS)
+
+    def _publish_pairs(self, pairs: dict[str, Any]) -> None:
+        drafts = [Draft(body=to_text(body, what="an item"), key=key) for key, body in pairs.items()]
+        for some in _batches(iter(drafts), PUBLISHED_AT_ONCE):
+            done = self._publish_batch(some)
+            if done.conflicts:
+                raise FingerprintMismatch(
+                    f"the key {done.conflicts[0][:80]} is known with another item",
+                    remedy="give map a key that tells the items apart",
+                )
+
+    def _work_one(self, function: Callable[[Any], Any], visibility_us: int | None) -> bool:
+        worked = False
+        for item in self.take(1, visibility_us=visibility_us):
+            worked = True
+            with item, contextlib.suppress(StaleDelivery):
+                try:
+                    result = function(item.body)
+                except Exception as e:
+                    item.fail(e)
+                else:
+                    item.complete(result)
+        return worked
+
+    def _learn(self, waiting: deque[str], known: dict[str, ItemRecord]) -> None:
+        wanted = [key for key in itertools.islice(waiting, 200) if key not in known]
+        for record in self._ledger.items_by_key(self._at().id, wanted):
+            if record.state in (ItemState.DONE, ItemState.DEAD):
+                known[record.key] = record
+
+    # looking, and operating
+
+    def results(self, *, after: int = 0) -> Iterator[Result]:
+        """Every stored result, in the order of publishing; `after` an item's id for those behind it."""
+        for record in self._listed(ItemState.DONE, after):
+            yield Result(
+                record.id,
+                record.key,
+                from_text(record.body),
+                from_text(record.result),
+                record.done_at,
+                record.work_us,
+                record.delivery,
+            )
+
+    def dead(self) -> Iterator[ItemRecord]:
+        """The dead-letter list, each with its last error."""
+        return self._listed(ItemState.DEAD, 0)
+
+    def peek(self, most: int = 10, *, state: ItemState = ItemState.READY) -> list[ItemRecord]:
+        """Look at some without taking them; ready ones in the order they will be handed out."""
+        return self._ledger.items(self._at().id, state, limit=most)
+
+    def item(self, number: int) -> ItemRecord:
+        return self._ledger.item(self._at().id, number)
+
+    def _listed(self, state: ItemState, after: int) -> Iterator[ItemRecord]:
+        queue = self._at().id
+        while some := self._ledger.items(queue, state, after=after, limit=LISTED_AT_ONCE):
+            yield from some
+            after = some[-1].id
+
+    def stats(self) -> QueueStats:
+        return self._ledger.queue_stats(self._at().id)
+
+    def record(self) -> QueueRecord:
+        """Its terms, and whether it is paused, as they stand now."""
+        self._at()
+        return self._ledger.queue(self.tenant, self._name)
+
+    def workers(self) -> list[ClerkRecord]:
+        """Who has an item now."""
+        return self._ledger.clerks_at_work(self._at().id)
+
+    def redrive(self, items: Iterable[int] | None = None, *, actor: str = "") -> int:
+        """Dead items are ready again, with all their tries: these, or all."""
+        wanted = None if items is None else list(items)
+        return self._in_parts(
+            lambda: self._ledger.redrive(
+                self._at().id, wanted, most=PURGED_AT_ONCE, actor=actor or self.tenant
+            )
+        )
+
+    def purge(
+        self, *states: ItemState, actor: str = "", on_progress: Callable[[int], None] = lambda n: None
+    ) -> int:
+        """Forget items of these states; how many."""
+        return self._in_parts(
+            lambda: self._ledger.purge(
+                self._at().id, states, most=PURGED_AT_ONCE, actor=actor or self.tenant
+            ),
+            on_progress,
+        )
+
+    @staticmethod
+    def _in_parts(work: Callable[[], int], on_progress: Callable[[int], None] = lambda n: None) -> int:
+        done = 0
+        while some := work():
+            done += some
+            on_progress(done)
+            if some < PURGED_AT_ONCE:
+                break
+        return done
+
+    def pause(self, *, actor: str = "") -> None:
+        """Nothing is handed out until `resume`; what was handed out may be completed."""
+        self._ledger.pause_queue(self._at().id, paused=True, actor=actor or self.tenant)
+
+    def resume(self, *, actor: str = "") -> None:
+        self._ledger.pause_queue(self._at().id, paused=False, actor=actor or self.tenant)
+
+    def close(self) -> None:
+        """Give back what is held, and close the broker and the sink."""
+        with self._lock:
+            if self._pid == os.getpid():
+                held = self._held.all()
+                with contextlib.suppress(SubletError):
+                    self.give_back((item, _untouched(item)) for item in held)
+                if self._broker is not None:
+                    self._broker.close()
+                    self._broker = None
+                if self.sink is not None:
+                    self.sink.close()
+
+
+def _untouched(item: Item) -> Nack:
+    return Nack(item=item.id, delivery=item.delivery, failed=False)
+
+
+def _key_of(key: Key, body: Any) -> str:
+    if key is None:
+        return ""
+    made = key if isinstance(key, str) else key(body)
+    if not isinstance(made, str) or not made:
+        raise BadInput(f"key made {made!r} of an item: it must be a text, such as with key=str")
+    return made
+
+
+def _map_key(key: Callable[[Any], str] | None, body: Any) -> str:
+    """Without one of its own, an item is known by what it is."""
+    if key is not None:
+        return _key_of(key, body)
+    return hashlib.sha256(to_text(body, what="an item").encode()).hexdigest()[:32]
+
+
+def _value_of(record: ItemRecord, key: str) -> Any:
+    if record.state is ItemState.DEAD:
+        lines = record.error.strip().splitlines() or ["no error was kept"]
+        raise ItemFailed(f"item {record.id} ({key[:80]}) failed {record.failures} times: {lines[-1][:300]}")
+    return from_text(record.result)
+
+
+def _batches(drafts: Iterator[Draft], most: int) -> Iterator[list[Draft]]:
+    """By number and by size, so that a batch of large items is not gigabytes."""
+    batch: list[Draft] = []
+    size = 0
+    for draft in drafts:
+        batch.append(draft)
+        size += len(draft.body)
+        if len(batch) >= most or size >= PUBLISHED_BYTES_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
