@@ -24,6 +24,8 @@ NAMES = frozenset(
         "after_effect",
         "before_commit",
         "after_commit_before_reply",
+        "after_items_published",
+        "after_items_done",
         "before_renew",
         "after_renew_reply",
         "reaper_after_read",

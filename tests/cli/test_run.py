@@ -117,7 +117,9 @@ def test_no_signal_is_inherited_ignored(runs: Runs) -> None:
     assert run.wait() == 0
     assert run.process.stdout is not None
     ignored = int(run.process.stdout.read().split()[1], 16)
-    of_the_c_library = 1 << 31 | 1 << 32  # 32 and 33: no program may set them, and some launchers leave one ignored
+    of_the_c_library = (
+        1 << 31 | 1 << 32
+    )  # 32 and 33: no program may set them, and some launchers leave one ignored
     assert ignored & ~of_the_c_library == 0
 
 

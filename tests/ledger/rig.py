@@ -35,6 +35,9 @@ TABLES = [
     "kept_version",
     "effect",
     "block",
+    "queue",
+    "clerk",
+    "item",
     "journal",
 ]
 SECOND = 1_000_000

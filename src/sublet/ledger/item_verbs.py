@@ -57,15 +57,11 @@ class ItemVerbs(Verbs):
         return self._write(lambda tx: queues.open_clerk(tx, queue, holder, pid_space), durable=True)  # type: ignore[no-any-return]
 
     def publish(self, clerk: int, batch: int, drafts: Sequence[Draft]) -> Published:
-        _check_many(drafts)
-        for draft in drafts:
-            check_draft(draft)
+        check_drafts(drafts)
         return self._write(lambda tx: items.publish(tx, clerk, batch, drafts), durable=True)  # type: ignore[no-any-return]
 
     def pull(self, clerk: int, most: int, visibility_us: int, holding: Sequence[int] = ()) -> list[Delivery]:
-        check_visibility(visibility_us)
-        if not 1 <= most <= MOST_AT_ONCE:
-            raise BadInput(f"pull 1 to {MOST_AT_ONCE} items at once, not {most}")
+        check_pull(most, visibility_us)
         return self._write(  # type: ignore[no-any-return]
             lambda tx: items.pull(tx, clerk, most, visibility_us, holding), durable=False
         )
@@ -76,8 +72,7 @@ class ItemVerbs(Verbs):
     def complete(
         self, clerk: int, acks: Sequence[Ack], *, lease: LeaseKey | None = None
     ) -> list[SubletError | None]:
-        _check_many(acks)
-        _check_apart([ack.item for ack in acks])
+        check_acks(acks)
         return self._write(lambda tx: items.complete(tx, clerk, acks, lease), durable=True)  # type: ignore[no-any-return]
 
     def give_back(self, clerk: int, nacks: Sequence[Nack]) -> list[SubletError | None]:
@@ -114,6 +109,23 @@ class ItemVerbs(Verbs):
 
     def purge(self, queue: int, states: Sequence[ItemState], *, most: int, actor: str) -> int:
         return self._write(lambda tx: items.purge(tx, queue, states, most, actor), durable=True)  # type: ignore[no-any-return]
+
+
+def check_drafts(drafts: Sequence[Draft]) -> None:
+    _check_many(drafts)
+    for draft in drafts:
+        check_draft(draft)
+
+
+def check_pull(most: int, visibility_us: int) -> None:
+    check_visibility(visibility_us)
+    if not 1 <= most <= MOST_AT_ONCE:
+        raise BadInput(f"pull 1 to {MOST_AT_ONCE} items at once, not {most}")
+
+
+def check_acks(acks: Sequence[Ack]) -> None:
+    _check_many(acks)
+    _check_apart([ack.item for ack in acks])
 
 
 def _check_many(given: Sequence[object]) -> None:

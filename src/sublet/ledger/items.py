@@ -152,7 +152,7 @@ def publish(tx: Tx, clerk: int, batch: int, drafts: Sequence[Draft]) -> Publishe
                 for draft in drafts
             ],
         )
-        failpoint("after_items")
+        failpoint("after_items_published")
         desk.tell(tx, "items.published", {"count": len(drafts), "new": new})
         tx.run(
             "UPDATE clerk SET strand_seq = ?, strand_hash = ?, batch = ?, batch_new = ?, published = published + ? WHERE id = ?",
@@ -164,11 +164,11 @@ def publish(tx: Tx, clerk: int, batch: int, drafts: Sequence[Draft]) -> Publishe
             clerk,
         )
         tx.rings.add(queue_topic(desk.queue))
-    conflicts = _conflicts(tx, desk.queue, drafts) if new < len(drafts) else ()
-    return Published(new=new, duplicates=len(drafts) - new - len(conflicts), conflicts=conflicts)
+    known = conflicts(tx, desk.queue, drafts) if new < len(drafts) else ()
+    return Published(new=new, duplicates=len(drafts) - new - len(known), conflicts=known)
 
 
-def _conflicts(tx: Tx, queue: int, drafts: Sequence[Draft]) -> tuple[str, ...]:
+def conflicts(tx: Tx, queue: int, drafts: Sequence[Draft]) -> tuple[str, ...]:
     """The keys whose stored body is another one; a draft per key, as often as it was given."""
     keys = sorted({draft.key for draft in drafts if draft.key})
     stored: dict[str, str] = {}
@@ -191,12 +191,13 @@ def _conflicts(tx: Tx, queue: int, drafts: Sequence[Draft]) -> tuple[str, ...]:
 
 
 def pull(
-    tx: Tx, clerk: int, most: int, visibility_us: int, holding: Sequence[int]
+    tx: Tx, clerk: int, most: int, visibility_us: int, holding: Sequence[int], *, lost: bool = False
 ) -> list[Delivery] | SubletError:
+    """`lost`: the answer to an earlier try was."""
     desk = _desk(tx, clerk, lock=False)
     if isinstance(desk, NotFound):
         return desk
-    if tx.again:
+    if lost or tx.again:
         _return_unknown(tx, desk, set(holding))
     if desk.paused:
         return []
@@ -351,7 +352,7 @@ def complete(
             answer = answers[ack.item] = refusal(_item(tx, desk.queue, ack.item), clerk, ack.delivery)
             if answer is not None:
                 refused.append(ack)
-    failpoint("after_items")
+    failpoint("after_items_done")
     if done:
         desk.tell(tx, "items.completed", told_done(done, key))
     if refused:

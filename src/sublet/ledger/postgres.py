@@ -42,6 +42,7 @@ from sublet.ledger.credentials import secret_hash
 from sublet.ledger.ledger import SqlLedger, check_request
 from sublet.ledger.postgres_bell import Notifier, PostgresBell
 from sublet.ledger.postgres_driver import pg, psycopg
+from sublet.ledger.postgres_items import PostgresItemVerbs
 from sublet.ledger.rows import lease_of
 from sublet.ledger.tx import Pool, Row, Tx
 from sublet.ports.bell import Bell
@@ -292,10 +293,26 @@ class PostgresEngine:
         self, sql: str, params: Sequence[object], *, durable: bool, patience_us: int | None = None
     ) -> Row | None:
         """One function, one round trip, its own transaction."""
+        rows = self.call_rows(sql, params, durable=durable, patience_us=patience_us)
+        return rows[0] if rows else None
 
-        def run(connection: psycopg.Connection[Row]) -> Row | None:
+    def call_rows(
+        self,
+        sql: str,
+        params: Sequence[object],
+        *,
+        durable: bool,
+        patience_us: int | None = None,
+        repeat: bool = True,
+    ) -> list[Row] | None:
+        """Without `repeat`, None when the connection was lost and the answer with it."""
+        tries = itertools.count()
+
+        def run(connection: psycopg.Connection[Row]) -> list[Row] | None:
+            if next(tries) and not repeat:
+                return None
             failpoint("before_begin")
-            found = connection.execute(sql, params).fetchone()
+            found = connection.execute(sql, params).fetchall()
             failpoint("after_commit_before_reply")
             return found
 
@@ -403,7 +420,7 @@ def _translated() -> Iterator[None]:
         raise _Again(lost=True) from e
 
 
-class PostgresLedger(SqlLedger):
+class PostgresLedger(PostgresItemVerbs, SqlLedger):
     """The verbs of `SqlLedger`, with the hot ones tried as one function call first."""
 
     engine: PostgresEngine

@@ -63,3 +63,140 @@ CREATE INDEX item_ready ON item (queue, priority DESC, place, id) WHERE state = 
 CREATE INDEX item_hidden ON item (queue, visible_at) WHERE state IN ('delayed', 'leased');
 CREATE INDEX item_done ON item (queue, id) WHERE state = 'done';
 CREATE INDEX item_dead ON item (queue, id) WHERE state = 'dead';
+
+-- The hot verbs of items, one round trip each. As the others they do the plain success only, take no pool lock, and answer nothing
+-- otherwise; the caller then runs the verb written once for both engines. A property test holds the two equal.
+
+CREATE FUNCTION sublet_tell_clerk(c clerk, q queue, now_us bigint, kind text, body text) RETURNS clerk LANGUAGE plpgsql AS $$
+BEGIN
+    c.strand_seq := c.strand_seq + 1;
+    c.strand_hash := sublet_hash(c.strand_hash, 'clerk:' || c.id, c.strand_seq, now_us, kind, q.tenant, q.name, body);
+    INSERT INTO journal (strand, seq, at, kind, tenant, subject, body, hash)
+    VALUES ('clerk:' || c.id, c.strand_seq, now_us, kind, q.tenant, q.name, body, c.strand_hash);
+    RETURN c;
+END $$;
+
+-- How many were new; nothing for a batch that was published before.
+CREATE FUNCTION sublet_publish(
+    p_clerk bigint, p_batch bigint, p_keys text[], p_bodies text[], p_priorities bigint[], p_delays bigint[]
+) RETURNS TABLE (new bigint, queue_id bigint) LANGUAGE plpgsql AS $$
+#variable_conflict use_column
+DECLARE
+    c clerk%ROWTYPE;
+    q queue%ROWTYPE;
+    now_us bigint;
+    n bigint;
+BEGIN
+    SELECT * INTO c FROM clerk WHERE id = p_clerk FOR UPDATE;
+    IF NOT FOUND OR p_batch <= c.batch THEN
+        RETURN;
+    END IF;
+    SELECT * INTO q FROM queue WHERE id = c.queue;
+    now_us := sublet_now();
+    INSERT INTO item (queue, key, state, priority, visible_at, place, delivery, failures, losses, owner, published_at, done_at,
+                      work_us, body, result, error)
+    SELECT q.id, nullif(d.key, ''), CASE WHEN d.delay > 0 THEN 'delayed' ELSE 'ready' END, d.priority, now_us + d.delay,
+           now_us + d.delay, 0, 0, 0, 0, now_us, 0, 0, d.body, '', ''
+    FROM unnest(p_keys, p_bodies, p_priorities, p_delays) WITH ORDINALITY AS d(key, body, priority, delay, number)
+    ORDER BY d.number
+    ON CONFLICT DO NOTHING;
+    GET DIAGNOSTICS n = ROW_COUNT;
+    c := sublet_tell_clerk(c, q, now_us, 'items.published',
+                           format('{"count":%s,"new":%s}', array_length(p_bodies, 1), n));
+    UPDATE clerk SET strand_seq = c.strand_seq, strand_hash = c.strand_hash, batch = p_batch, batch_new = n,
+           published = published + n
+    WHERE id = p_clerk;
+    RETURN QUERY SELECT n, q.id;
+END $$;
+
+-- The items, in no order; one row without a number when the other verb must decide: a paused queue, a limited one, an item that dies.
+CREATE FUNCTION sublet_pull(p_clerk bigint, p_most bigint, p_visibility bigint) RETURNS TABLE (
+    id bigint, key text, body text, delivery bigint, failures bigint, losses bigint, priority bigint, published_at bigint, place bigint
+) LANGUAGE plpgsql AS $$
+#variable_conflict use_column
+DECLARE
+    q queue%ROWTYPE;
+    now_us bigint := sublet_now();
+BEGIN
+    SELECT queue.* INTO q FROM clerk JOIN queue ON queue.id = clerk.queue WHERE clerk.id = p_clerk;
+    IF NOT FOUND OR q.paused = 1 OR q.concurrency > 0 THEN
+        RETURN QUERY SELECT NULL::bigint, NULL, NULL, 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint;
+        RETURN;
+    END IF;
+    IF EXISTS (SELECT FROM item WHERE queue = q.id AND state IN ('delayed', 'leased') AND visible_at <= now_us) THEN
+        IF EXISTS (SELECT FROM item WHERE queue = q.id AND state IN ('delayed', 'leased') AND visible_at <= now_us
+                   AND state = 'leased' AND item.losses + 1 >= q.losses) THEN
+            RETURN QUERY SELECT NULL::bigint, NULL, NULL, 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint;
+            RETURN;
+        END IF;
+        WITH due AS (
+            SELECT id, state FROM item WHERE queue = q.id AND state IN ('delayed', 'leased') AND visible_at <= now_us
+            ORDER BY visible_at LIMIT 1000 FOR UPDATE SKIP LOCKED
+        )
+        UPDATE item SET state = 'ready', losses = item.losses + CASE due.state WHEN 'leased' THEN 1 ELSE 0 END,
+               visible_at = CASE due.state WHEN 'leased' THEN now_us ELSE item.visible_at END
+        FROM due WHERE item.id = due.id;
+    END IF;
+    RETURN QUERY
+    WITH picked AS (
+        SELECT id FROM item WHERE queue = q.id AND state = 'ready' ORDER BY priority DESC, place, id LIMIT p_most
+        FOR UPDATE SKIP LOCKED
+    )
+    UPDATE item SET state = 'leased', owner = p_clerk, delivery = item.delivery + 1, visible_at = now_us + p_visibility
+    FROM picked WHERE item.id = picked.id
+    RETURNING item.id, item.key, item.body, item.delivery, item.failures, item.losses, item.priority, item.published_at, item.place;
+END $$;
+
+-- True when every one of them was this clerk's and is done now; nothing otherwise, and nothing was changed.
+CREATE FUNCTION sublet_complete(
+    p_clerk bigint, p_items bigint[], p_deliveries bigint[], p_results text[], p_work bigint[], p_body text,
+    p_lease text, p_epoch bigint, p_secret_hash text
+) RETURNS boolean LANGUAGE plpgsql AS $$
+#variable_conflict use_column
+DECLARE
+    c clerk%ROWTYPE;
+    q queue%ROWTYPE;
+    l lease%ROWTYPE;
+    now_us bigint;
+    slot_us CONSTANT bigint := 10000000;
+    n bigint;
+BEGIN
+    IF p_lease <> '' THEN
+        SELECT * INTO l FROM lease WHERE id = p_lease FOR UPDATE;
+        IF NOT FOUND OR l.secret_hash <> p_secret_hash OR l.epoch <> p_epoch OR p_epoch <= 0 THEN
+            RETURN NULL;
+        END IF;
+    END IF;
+    SELECT * INTO c FROM clerk WHERE id = p_clerk FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    SELECT * INTO q FROM queue WHERE id = c.queue;
+    SELECT count(*) INTO n FROM (
+        SELECT i.id FROM item i JOIN unnest(p_items, p_deliveries) AS a(item, number) ON i.id = a.item
+        WHERE i.queue = q.id AND i.state = 'leased' AND i.owner = p_clerk AND i.delivery = a.number
+        ORDER BY i.id FOR UPDATE OF i
+    ) AS mine;
+    IF n <> array_length(p_items, 1) THEN
+        RETURN NULL;
+    END IF;
+    SELECT greatest(clock_us, sublet_now()) INTO now_us FROM pool WHERE id = 1;
+    IF p_lease <> '' AND NOT ((l.state = 'active' AND now_us < l.expires_at)
+                              OR (l.state = 'revoking' AND now_us < l.deadline_at)) THEN
+        RETURN NULL;
+    END IF;
+    UPDATE item SET state = 'done', result = a.result, error = '', done_at = now_us, work_us = a.work
+    FROM unnest(p_items, p_results, p_work) AS a(item, result, work) WHERE item.id = a.item;
+    c := sublet_tell_clerk(c, q, now_us, 'items.completed', p_body);
+    UPDATE clerk SET strand_seq = c.strand_seq, strand_hash = c.strand_hash, completed = completed + n,
+           work_us = work_us + (SELECT sum(w) FROM unnest(p_work) AS w),
+           tempo_slot = now_us / slot_us,
+           tempo_count = CASE WHEN c.tempo_slot = now_us / slot_us THEN c.tempo_count + n ELSE n END,
+           tempo_before = CASE c.tempo_slot WHEN now_us / slot_us THEN c.tempo_before
+                          WHEN now_us / slot_us - 1 THEN c.tempo_count ELSE 0 END
+    WHERE id = p_clerk;
+    IF p_lease <> '' THEN
+        UPDATE lease SET committed_at = now_us, active_at = now_us WHERE id = p_lease;
+    END IF;
+    RETURN true;
+END $$;

@@ -1,0 +1,424 @@
+"""Items on both engines: handed out in order, completed once, never by a stranger (S1, S4, S6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sublet import failpoints
+from sublet.core.errors import BadInput, LeaseLost, NotFound, StaleDelivery
+from sublet.core.items import Ack, Draft, ItemState, Nack, Terms
+from sublet.core.lease import EndReason, Holder
+from sublet.failpoints import ConnectionDropped
+from sublet.ports.items import Delivery
+
+from .rig import HERE, MINUTE, SECOND, Rig
+
+VISIBLE = 60 * SECOND
+
+
+class Desk:
+    """A queue with clerks, and the few things a test does with them."""
+
+    def __init__(self, rig: Rig, name: str = "images", **terms: int) -> None:
+        self.rig = rig
+        self.queue = rig.ledger.open_queue("ada", name, Terms(**terms))
+        self._batches: dict[int, int] = {}
+
+    def clerk(self) -> int:
+        return self.rig.ledger.open_clerk(self.queue.id, Holder(host=HERE, pid=1, started=1))
+
+    def publish(self, clerk: int, *bodies: str, **over: Any) -> Any:
+        self._batches[clerk] = self._batches.get(clerk, 0) + 1
+        return self.rig.ledger.publish(clerk, self._batches[clerk], [Draft(body=b, **over) for b in bodies])
+
+    def pull(self, clerk: int, most: int = 1, visibility: int = VISIBLE) -> list[Delivery]:
+        return self.rig.ledger.pull(clerk, most, visibility)
+
+    def one(self, clerk: int) -> Delivery:
+        (given,) = self.pull(clerk)
+        return given
+
+    def done(self, clerk: int, given: Delivery, result: str = '"r"', **over: Any) -> Any:
+        (answer,) = self.rig.ledger.complete(
+            clerk, [Ack(item=given.item, delivery=given.delivery, result=result, work_us=5)], **over
+        )
+        return answer
+
+    def back(self, clerk: int, given: Delivery, **over: Any) -> Any:
+        nack = Nack(item=given.item, delivery=given.delivery, **{"failed": False, **over})
+        (answer,) = self.rig.ledger.give_back(clerk, [nack])
+        return answer
+
+    def bodies(self, state: ItemState) -> list[str]:
+        return [r.body for r in self.rig.ledger.items(self.queue.id, state)]
+
+    @property
+    def stats(self) -> Any:
+        return self.rig.ledger.queue_stats(self.queue.id)
+
+
+@pytest.fixture
+def desk(rig: Rig) -> Iterator[Desk]:
+    rig.tenant()
+    made = Desk(rig, tries=3, losses=3)
+    yield made
+    assert rig.faults() == []
+
+
+def test_an_item_is_handed_out_once_and_done_once(desk: Desk) -> None:
+    a, b = desk.clerk(), desk.clerk()
+    assert desk.publish(a, '"x"', '"y"').new == 2
+    first, second = desk.one(a), desk.one(b)
+    assert (first.body, second.body) == ('"x"', '"y"')
+    assert desk.pull(a) == []
+    assert desk.done(a, first, '{"n":1}') is None
+    assert desk.done(b, second) is None
+    stats = desk.stats
+    assert (stats.ready, stats.leased, stats.done, stats.published, stats.completed) == (0, 0, 2, 2, 2)
+    assert (stats.work_us, stats.workers) == (10, 0)
+    assert stats.rate > 0
+    results = desk.rig.ledger.items(desk.queue.id, ItemState.DONE)
+    assert [(r.id, r.result, r.delivery) for r in results] == [
+        (first.item, '{"n":1}', 1),
+        (second.item, '"r"', 1),
+    ]
+
+
+def test_order_is_priority_then_place(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"old"', '"old2"')
+    desk.rig.advance(SECOND)
+    desk.publish(a, '"new"')
+    desk.publish(a, '"urgent"', priority=5)
+    desk.publish(a, '"never mind"', priority=-1)
+    desk.publish(a, '"later"', delay_us=10 * SECOND)
+    order = ['"urgent"', '"old"', '"old2"', '"new"', '"never mind"']
+    assert desk.bodies(ItemState.READY) == order
+    assert [d.body for d in desk.pull(a, 10)] == order
+    assert desk.bodies(ItemState.DELAYED) == ['"later"']
+    desk.rig.advance(10 * SECOND)
+    assert [d.body for d in desk.pull(a, 10)] == ['"later"']
+
+
+def test_who_was_only_given_up_keeps_its_place_and_who_failed_goes_to_the_end(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"1"', '"2"', '"3"')
+    one, two = desk.pull(a, 2)
+    desk.rig.advance(SECOND)
+    assert desk.back(a, two) is None
+    assert desk.back(a, one, failed=True, error="ValueError: no", delay_us=0) is None
+    again = desk.pull(a, 3)
+    assert [d.body for d in again] == ['"2"', '"3"', '"1"']
+    assert [(d.failures, d.delivery) for d in again] == [(0, 2), (0, 1), (1, 2)]
+    desk.rig.advance(VISIBLE)
+    lapsed = desk.pull(a, 3)
+    assert [d.body for d in lapsed] == ['"2"', '"3"', '"1"'], "a lost worker moved them"
+    assert [d.losses for d in lapsed] == [1, 1, 1]
+
+
+def test_a_key_is_published_once(desk: Desk) -> None:
+    a, b = desk.clerk(), desk.clerk()
+    assert desk.publish(a, '"x"', key="k").new == 1
+    same = desk.publish(b, '"x"', key="k")
+    assert (same.new, same.duplicates, same.conflicts) == (0, 1, ())
+    ledger = desk.rig.ledger
+    mixed = ledger.publish(
+        b,
+        2,
+        [
+            Draft(body='"other"', key="k"),
+            Draft(body='"new"', key="n"),
+            Draft(body='"new"', key="n"),
+            Draft(body='"free"'),
+        ],
+    )
+    assert (mixed.new, mixed.duplicates, mixed.conflicts) == (2, 1, ("k",))
+    desk.done(a, desk.one(a))
+    done = desk.rig.ledger.publish(b, 3, [Draft(body='"x"', key="k")])
+    assert (done.new, done.duplicates) == (0, 1), "a key that is done was published again"
+    assert desk.rig.ledger.items_by_key(desk.queue.id, ["k", "n", "none"])[0].body == '"x"'
+    assert desk.stats.published == 3
+
+
+def test_a_batch_whose_answer_was_lost_is_not_published_twice(desk: Desk) -> None:
+    a = desk.clerk()
+    ledger = desk.rig.ledger
+    drafts = [Draft(body='"x"'), Draft(body='"y"')]
+    assert ledger.publish(a, 1, drafts).new == 2
+    assert ledger.publish(a, 1, drafts).new == 2
+    assert desk.stats.ready == 2
+
+
+def test_only_the_newest_delivery_counts(desk: Desk) -> None:
+    zombie, heir = desk.clerk(), desk.clerk()
+    desk.publish(zombie, '"x"')
+    old = desk.one(zombie)
+    desk.rig.advance(VISIBLE)
+    new = desk.one(heir)
+    assert new.delivery == old.delivery + 1
+    refused = desk.done(zombie, old, '"stale"')
+    assert isinstance(refused, StaleDelivery)
+    assert "delivery 2" in str(refused)
+    assert isinstance(desk.back(zombie, old, failed=True, error="boo"), StaleDelivery)
+    assert desk.rig.ledger.extend(zombie, [(old.item, old.delivery)], MINUTE) == {old.item}
+    assert desk.done(heir, new, '"fresh"') is None
+    assert isinstance(desk.done(zombie, old, '"stale"'), StaleDelivery)
+    (result,) = desk.rig.ledger.items(desk.queue.id, ItemState.DONE)
+    assert (result.result, result.error) == ('"fresh"', "")
+    assert (desk.stats.stale, desk.stats.completed, desk.stats.failed) == (2, 1, 0)
+
+
+def test_a_clerk_that_is_late_but_was_not_replaced_may_complete(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"x"')
+    given = desk.one(a)
+    desk.rig.advance(10 * VISIBLE)
+    assert desk.done(a, given) is None
+
+
+def test_the_same_delivery_number_of_another_clerk_is_no_right(desk: Desk) -> None:
+    """After a crash of the database's host a pull may be forgotten, and its number given again."""
+    a, b = desk.clerk(), desk.clerk()
+    desk.publish(a, '"x"')
+    given = desk.one(a)
+    assert isinstance(desk.done(b, given), StaleDelivery)
+    assert desk.done(a, given) is None
+
+
+def test_completing_again_is_answered_and_changes_nothing(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"x"')
+    given = desk.one(a)
+    desk.done(a, given, '"first"')
+    before = desk.rig.dump(without=("pool", "clerk"))
+    assert desk.done(a, given, '"second"') is None
+    assert desk.rig.dump(without=("pool", "clerk")) == before
+    assert (desk.stats.completed, desk.stats.stale) == (1, 0)
+
+
+def test_one_stale_ack_does_not_hold_up_the_others(desk: Desk) -> None:
+    a, b = desk.clerk(), desk.clerk()
+    desk.publish(a, '"x"', '"y"', '"z"')
+    mine = desk.pull(a, 3)
+    desk.rig.sql("UPDATE item SET visible_at = 0 WHERE id = ?", mine[1].item)
+    (stolen,) = desk.pull(b)
+    acks = [Ack(item=d.item, delivery=d.delivery, result='"r"') for d in reversed(mine)]
+    answers = desk.rig.ledger.complete(a, acks)
+    assert [type(x) for x in answers] == [type(None), StaleDelivery, type(None)]
+    assert desk.done(b, stolen) is None
+    assert (desk.stats.done, desk.stats.stale) == (3, 1)
+    journalled = desk.rig.sql("SELECT kind FROM journal WHERE strand = ? ORDER BY id", f"clerk:{a}")
+    assert [k for (k,) in journalled] == ["items.published", "items.completed", "items.refused"]
+
+
+def test_extending_keeps_it(desk: Desk) -> None:
+    a, b = desk.clerk(), desk.clerk()
+    desk.publish(a, '"x"')
+    given = desk.one(a)
+    for _ in range(3):
+        desk.rig.advance(VISIBLE - SECOND)
+        assert desk.rig.ledger.extend(a, [(given.item, given.delivery)], VISIBLE) == set()
+        assert desk.pull(b) == []
+    assert desk.done(a, given) is None
+
+
+def test_after_its_tries_it_is_dead_with_its_last_error_and_others_are_not_delayed(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"poison"', '"fine"')
+    for n in range(3):
+        desk.rig.advance(10 * MINUTE)
+        pulled = {d.body: d for d in desk.pull(a, 2)}
+        if n == 0:
+            desk.done(a, pulled['"fine"'])
+        given = pulled['"poison"']
+        assert given.failures == n
+        desk.back(a, given, failed=True, error=f"Traceback\nValueError: try {n}")
+        if n == 0:
+            assert desk.pull(a) == [], "it came back without a backoff"
+    desk.rig.advance(60 * MINUTE)
+    assert desk.pull(a) == []
+    (dead,) = desk.rig.ledger.items(desk.queue.id, ItemState.DEAD)
+    assert (dead.error, dead.failures) == ("Traceback\nValueError: try 2", 3)
+    assert (desk.stats.dead, desk.stats.failed) == (1, 3)
+    assert desk.rig.ledger.redrive(desk.queue.id, None, most=100, actor="test") == 1
+    again = desk.one(a)
+    assert (again.body, again.failures, again.delivery) == ('"poison"', 0, 4)
+    assert desk.done(a, again) is None
+
+
+def test_after_its_losses_it_is_dead_and_says_why(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"killer"')
+    for _ in range(3):
+        desk.one(a)
+        desk.rig.advance(VISIBLE)
+    assert desk.pull(a) == []
+    (dead,) = desk.rig.ledger.items(desk.queue.id, ItemState.DEAD)
+    assert dead.error == "its worker was lost 3 times while it had this item"
+    assert "items.dead" in desk.rig.kinds("images")
+
+
+def test_a_clerk_that_is_gone_keeps_nothing(desk: Desk) -> None:
+    dead, alive = desk.clerk(), desk.clerk()
+    desk.publish(dead, '"x"', '"y"', '"z"')
+    given = desk.pull(dead, 2)
+    desk.done(dead, given[0])
+    assert [c.id for c in desk.rig.ledger.clerks_at_work(desk.queue.id)] == [dead]
+    assert desk.rig.ledger.end_clerk(dead) == 1
+    assert [d.body for d in desk.pull(alive, 5)] == ['"y"', '"z"']
+    assert isinstance(desk.done(dead, given[1]), StaleDelivery)
+
+
+def test_a_paused_queue_hands_out_nothing(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"x"', '"y"')
+    given = desk.one(a)
+    ledger = desk.rig.ledger
+    ledger.pause_queue(desk.queue.id, paused=True, actor="test")
+    assert desk.pull(a) == []
+    assert desk.done(a, given) is None
+    ledger.pause_queue(desk.queue.id, paused=False, actor="test")
+    assert desk.one(a).body == '"y"'
+
+
+def test_a_queue_hands_out_no_more_than_its_concurrency(rig: Rig) -> None:
+    rig.tenant()
+    desk = Desk(rig, concurrency=2)
+    a, b = desk.clerk(), desk.clerk()
+    desk.publish(a, *(f'"{n}"' for n in range(5)))
+    first = desk.pull(a, 10)
+    assert len(first) == 2
+    assert desk.pull(b) == []
+    desk.done(a, first[0])
+    assert len(desk.pull(b, 10)) == 1
+    rig.advance(VISIBLE)
+    assert len(desk.pull(b, 10)) == 2, "lapsed ones are not in anybody's hands"
+
+
+def test_a_result_under_a_dead_lease_is_not_stored(desk: Desk) -> None:
+    desk.rig.device()
+    lease = desk.rig.ask(10)
+    a = desk.clerk()
+    desk.publish(a, '"x"', '"y"')
+    one, two = desk.pull(a, 2)
+    assert desk.done(a, one, lease=desk.rig.key(lease)) is None
+    assert desk.rig.look(lease).committed_at > 0
+    body = desk.rig.sql("SELECT body FROM journal WHERE kind = 'items.completed'")[0][0]
+    assert lease.lease.id in body
+    desk.rig.ledger.revoke(lease.lease.id, reason=EndReason.REVOKED, detail="test", grace_us=0, actor="test")
+    desk.rig.advance(SECOND)
+    with desk.rig.only_journals(), pytest.raises(LeaseLost, match="no result was stored"):
+        desk.done(a, two, lease=desk.rig.key(lease))
+    assert desk.done(a, two) is None
+
+
+def test_purged_numbers_are_nobody_elses(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"x"', '"y"')
+    given = desk.pull(a, 2)
+    desk.done(a, given[0])
+    ledger = desk.rig.ledger
+    assert ledger.purge(desk.queue.id, [ItemState.DONE, ItemState.READY], most=10, actor="test") == 1
+    assert ledger.purge(desk.queue.id, [ItemState.LEASED], most=10, actor="test") == 1
+    assert isinstance(desk.done(a, given[1]), StaleDelivery)
+    assert desk.stats.purged == 2
+    desk.publish(a, '"z"')
+    assert desk.one(a).item > given[1].item
+    with pytest.raises(NotFound):
+        ledger.item(desk.queue.id, given[0].item)
+
+
+def test_queues_are_their_tenants_own(rig: Rig) -> None:
+    rig.tenant()
+    rig.tenant("bob")
+    mine = Desk(rig, "images")
+    other = rig.ledger.open_queue("bob", "images", None)
+    a = mine.clerk()
+    mine.publish(a, '"secret"', key="k")
+    (given,) = mine.pull(a)
+    stranger = rig.ledger.open_clerk(other.id, Holder(host=HERE))
+    assert rig.ledger.pull(stranger, 5, VISIBLE) == []
+    (refused,) = rig.ledger.complete(stranger, [Ack(item=given.item, delivery=given.delivery, result="1")])
+    assert isinstance(refused, StaleDelivery)
+    assert rig.ledger.items_by_key(other.id, ["k"]) == []
+    with pytest.raises(NotFound):
+        rig.ledger.item(other.id, given.item)
+    with pytest.raises(NotFound) as unknown:
+        rig.ledger.queue("bob", "imges")
+    assert unknown.value.remedy == "there are: images"
+
+
+def test_terms_change_when_they_are_said(rig: Rig) -> None:
+    rig.tenant()
+    ledger = rig.ledger
+    made = ledger.open_queue("ada", "q", None)
+    assert made.terms == Terms()
+    assert ledger.open_queue("ada", "q", Terms(tries=9)).terms.tries == 9
+    assert ledger.open_queue("ada", "q", None).terms.tries == 9
+    assert rig.kinds("q") == ["queue.made", "queue.set"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tries": 0},
+        {"losses": 0},
+        {"visibility_us": 1},
+        {"visibility_us": 10**15},
+        {"backoff_us": -1},
+        {"concurrency": -1},
+    ],
+)
+def test_terms_nobody_means_are_refused(sqlite: Rig, wrong: dict[str, int]) -> None:
+    with pytest.raises(BadInput):
+        sqlite.ledger.open_queue("ada", "q", Terms(**wrong))
+
+
+@pytest.mark.parametrize("place", ["before_begin", "before_commit", "after_commit_before_reply"])
+def test_a_lost_connection_at_any_place_publishes_pulls_and_completes_once(postgres: Rig, place: str) -> None:
+    """S5: the verb is run again on a new connection, and finds out what the first one did."""
+    postgres.tenant()
+    desk = Desk(postgres)
+    a = desk.clerk()
+
+    def cut() -> None:
+        failpoints.arm(place, lambda: _drop_once(place))
+
+    cut()
+    assert desk.publish(a, '"x"', '"y"').new == 2
+    cut()
+    given = desk.pull(a, 1)
+    assert [d.body for d in given] == ['"x"'], "a lost answer left its item with nobody"
+    assert desk.stats.leased == 1
+    cut()
+    assert desk.done(a, given[0]) is None
+    stats = desk.stats
+    assert (stats.ready, stats.leased, stats.done, stats.published, stats.completed) == (1, 0, 1, 2, 1)
+    assert postgres.faults() == []
+
+
+def _drop_once(place: str) -> None:
+    failpoints.disarm()
+    raise ConnectionDropped(place)
+
+
+@pytest.mark.parametrize("place", ["after_items_published", "after_items_done", "before_commit"])
+def test_a_verb_that_breaks_half_way_changed_nothing(sqlite: Rig, place: str) -> None:
+    """S1: the items, the counts and the journal row come together or not at all."""
+    sqlite.tenant()
+    desk = Desk(sqlite)
+    a = desk.clerk()
+    desk.publish(a, '"x"')
+    given = desk.one(a)
+    before = sqlite.dump()
+    failpoints.arm(place, "raise")
+    with pytest.raises(failpoints.FailpointHit):
+        desk.done(a, given) if place != "after_items_published" else sqlite.ledger.publish(
+            a, 9, [Draft(body="1")]
+        )
+    failpoints.disarm()
+    assert sqlite.dump() == before
+    assert desk.done(a, given) is None
