@@ -422,3 +422,30 @@ def test_a_verb_that_breaks_half_way_changed_nothing(sqlite: Rig, place: str) ->
     failpoints.disarm()
     assert sqlite.dump() == before
     assert desk.done(a, given) is None
+
+
+def test_an_older_delivery_of_ones_own_does_not_count(desk: Desk) -> None:
+    """Stopped past its visibility, it pulled the same item again: the answer of the first time is not the second's."""
+    a = desk.clerk()
+    desk.publish(a, '"x"')
+    old = desk.one(a)
+    desk.rig.advance(VISIBLE)
+    new = desk.one(a)
+    assert isinstance(desk.done(a, old, '"old"'), StaleDelivery)
+    assert desk.done(a, new, '"new"') is None
+    assert desk.rig.ledger.items(desk.queue.id, ItemState.DONE)[0].result == '"new"'
+
+
+def test_the_rate_is_of_the_last_ten_seconds(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, *(f'"{n}"' for n in range(50)))
+    desk.rig.advance(10 * SECOND - desk.rig.ledger.now() % (10 * SECOND))  # to where a slot begins
+    for d in desk.pull(a, 40):
+        desk.done(a, d)
+    desk.rig.advance(8 * SECOND)
+    assert desk.stats.rate == pytest.approx(4.0, abs=0.1)
+    desk.rig.advance(2 * SECOND)
+    desk.done(a, desk.one(a))
+    assert 3.0 < desk.stats.rate < 4.2, "what was done in the slot before was forgotten"
+    desk.rig.advance(20 * SECOND)
+    assert desk.stats.rate == 0

@@ -8,6 +8,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 
 from sublet.core.errors import NotFound
 from sublet.core.items import ItemState, Tempo, Terms, per_second
@@ -110,6 +111,9 @@ def get_queue(tx: Tx, tenant: str, name: str) -> QueueRecord | NotFound:
     if found is not None:
         return found
     known = [queue.name for queue in list_queues(tx, tenant)]
+    known.sort(
+        key=lambda other: -SequenceMatcher(None, name, other).ratio()
+    )  # the one that was meant is first
     shown = ", ".join(known[:10]) + (" …" if len(known) > 10 else "")
     return NotFound(
         f"tenant {tenant} has no queue {name[:80]}",
