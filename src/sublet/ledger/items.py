@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from sublet.core.effect import said
@@ -331,27 +332,25 @@ def complete(
                 f"{why}: no result was stored, the items are to be had again",
                 remedy="nothing to do: another lease works on them",
             )
-    answers: dict[int, SubletError | None] = {}
-    done: list[Ack] = []
-    refused: list[Ack] = []
-    for ack in sorted(acks, key=lambda a: a.item):
-        if tx.run(
+    ordered = sorted(acks, key=attrgetter("item"))
+    moved = {
+        row[0]
+        for row in tx.run_each(
             "UPDATE item SET state = 'done', result = ?, error = '', done_at = ?, work_us = ? "
-            "WHERE id = ? AND queue = ? AND state = 'leased' AND owner = ? AND delivery = ?",
-            ack.result,
-            now,
-            ack.work_us,
-            ack.item,
-            desk.queue,
-            clerk,
-            ack.delivery,
-        ):
-            done.append(ack)
-            answers[ack.item] = None
-        else:
-            answer = answers[ack.item] = refusal(_item(tx, desk.queue, ack.item), clerk, ack.delivery)
-            if answer is not None:
-                refused.append(ack)
+            "WHERE id = ? AND queue = ? AND state = 'leased' AND owner = ? AND delivery = ? RETURNING id",
+            [(ack.result, now, ack.work_us, ack.item, desk.queue, clerk, ack.delivery) for ack in ordered],
+        )
+    }
+    done, refused = ordered, []
+    answers: dict[int, SubletError | None] = {}
+    if len(moved) < len(ordered):
+        done = [ack for ack in ordered if ack.item in moved]
+        answers = {
+            ack.item: refusal(_item(tx, desk.queue, ack.item), clerk, ack.delivery)
+            for ack in ordered
+            if ack.item not in moved
+        }
+        refused = [ack for ack in ordered if answers.get(ack.item) is not None]
     failpoint("after_items_done")
     if done:
         desk.tell(tx, "items.completed", told_done(done, key))
@@ -379,7 +378,7 @@ def complete(
             key.lease_id,
             key.epoch,
         )
-    return [answers[ack.item] for ack in acks]
+    return [answers.get(ack.item) for ack in acks]
 
 
 def give_back(tx: Tx, clerk: int, nacks: Sequence[Nack]) -> list[SubletError | None] | SubletError:

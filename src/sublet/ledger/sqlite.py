@@ -230,6 +230,9 @@ class SqliteTx:
         self._execute(sql, params)
         return self._db.changes()
 
+    def run_each(self, sql: str, rows: Sequence[Sequence[Any]]) -> list[Row]:
+        return self._db.executemany(sql, rows).fetchall()
+
     def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
         before = self._db.total_changes()
         for _ in self._db.executemany(sql, rows):

@@ -71,6 +71,9 @@ class Tx(Protocol):
     def run_many(self, sql: str, rows: Sequence[Sequence[object]]) -> int:
         """The same statement for each row of values. How many rows it changed in all."""
 
+    def run_each(self, sql: str, rows: Sequence[Sequence[object]]) -> list[Row]:
+        """The same statement for each row of values, with what it RETURNs in their order."""
+
     def locked(self, sql: str, *params: object) -> Row | None:
         """The row, locked until the end of the transaction."""
 
