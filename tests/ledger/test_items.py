@@ -449,3 +449,18 @@ def test_the_rate_is_of_the_last_ten_seconds(desk: Desk) -> None:
     assert 3.0 < desk.stats.rate < 4.2, "what was done in the slot before was forgotten"
     desk.rig.advance(20 * SECOND)
     assert desk.stats.rate == 0
+
+
+def test_a_queue_that_just_grew_is_not_sorted_whole_to_pull_one(postgres: Rig) -> None:
+    """Nobody has analysed the table yet: the planner thinks it is small, and must still go by the index."""
+    postgres.tenant()
+    desk = Desk(postgres)
+    a = desk.clerk()
+    desk.publish(a, *(f'"{n}"' for n in range(3000)))
+    with postgres.ledger.engine.connect() as connection:
+        plan = connection.execute(
+            "EXPLAIN SELECT id FROM item WHERE queue = 1 AND state = 'ready' ORDER BY priority DESC, place, id LIMIT 10 FOR UPDATE SKIP LOCKED"
+        ).fetchall()
+    told = "\n".join(row[0] for row in plan)
+    assert "Index Scan using item_ready" in told
+    assert "Sort" not in told

@@ -110,6 +110,7 @@ class Queue:
         self._broker: Broker | None = None
         self._prepare = prepare
         self._lock = threading.RLock()
+        self._broker_lock = threading.Lock()  # of its own: one thread may wait at the broker while another one completes
         self._pid = os.getpid()
         self._record: QueueRecord | None = None
         self._clerk = 0
@@ -167,9 +168,12 @@ class Queue:
             return self._clerk
 
     def _at_broker(self) -> Broker | None:
-        if self._open_broker is not None and self._broker is None:
-            self._broker = self._open_broker()
-        return self._broker
+        if self._open_broker is None:
+            return None
+        with self._lock:
+            if self._broker is None:
+                self._broker = self._open_broker()
+            return self._broker
 
     # publishing
 
@@ -235,7 +239,7 @@ class Queue:
                 raise BadInput(
                     "a broker's queue has no priority and no delay: publish without, or without broker="
                 )
-            with self._lock:
+            with self._broker_lock:
                 broker.publish([(draft.key, from_text(draft.body)) for draft in drafts])
             return Published(new=len(drafts))
         return self._into_ledger(drafts)
@@ -361,7 +365,7 @@ class Queue:
         """Messages become items: durable here first, settled there afterwards."""
         broker = self._at_broker()
         assert broker is not None
-        with self._lock:
+        with self._broker_lock:
             messages = broker.receive(most, wait_us=wait_us)
             if not messages:
                 return 0
