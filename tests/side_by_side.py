@@ -37,6 +37,7 @@ SECONDS = {
     "storms/": 65,
     "core/": 60,
     "runtime/test_command": 60,
+    "sinks/": 65,
     "notices/": 40,
 }
 UNKNOWN = 15

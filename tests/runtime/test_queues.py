@@ -405,6 +405,9 @@ class Shelf:
         self.down = False
         self.dies_after_storing = False
 
+    def check(self) -> None:
+        pass
+
     def store(self, results: Any) -> None:
         if self.down:
             raise SinkDown
@@ -463,6 +466,17 @@ def test_what_the_sink_knows_is_not_worked_on_again(new: Callable[..., Queue]) -
     assert [item.body for item in queue.take(2)] == ["b"]
     assert queue.stats().done == 1
     assert len(shelf.stored) == 1
+
+
+def test_map_gives_results_also_of_what_only_the_sink_has(new: Callable[..., Queue]) -> None:
+    shelf = Shelf()
+    queue = new(sink=shelf)
+    shelf.dies_after_storing = True
+    with pytest.raises(KeyboardInterrupt):
+        list(queue.map(str.upper, ["a"]))
+    shelf.dies_after_storing = False
+    assert list(queue.map(str.upper, ["a"])) == ["A"]
+    assert [made.result for made in shelf.stored.values()] == ["A"]
 
 
 def test_items_of_a_sink_that_is_down_are_given_back(new: Callable[..., Queue]) -> None:

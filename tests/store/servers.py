@@ -32,8 +32,8 @@ from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from sublet.buckets.client import Limits
 from sublet.store.bucket import BucketReplica, open_bucket
-from sublet.store.bucket_client import Limits
 from tests.conftest import need
 
 BUCKET = "checkpoints"

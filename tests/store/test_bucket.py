@@ -15,12 +15,12 @@ from contextlib import suppress
 
 import pytest
 
+from sublet.buckets.client import BucketFailed, Limits
 from sublet.core.checkpoint import ReplicaPolicy, Span
 from sublet.core.errors import Misconfigured, MissingExtra, NotDurable, SubletError
 from sublet.store import bucket as bucket_module
 from sublet.store import bucket_pack
 from sublet.store.bucket import BucketReplica, open_bucket
-from sublet.store.bucket_client import BucketFailed, Limits
 from sublet.store.bucket_pack import HEADER, PARTS, WHOLE, PackLayout, read_layout
 from sublet.store.opening import open_replica
 from sublet.store.replicas import Replicas

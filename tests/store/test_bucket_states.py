@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sublet.buckets.client import Limits
 from sublet.core import checkpoint
 from sublet.core.checkpoint import ReplicaPolicy
 from sublet.core.errors import Damaged, NotDurable, QuorumNotReached
@@ -20,7 +21,6 @@ from sublet.ports.store import Replica
 from sublet.store import bucket as bucket_module
 from sublet.store import bucket_pack
 from sublet.store.bucket import BucketReplica
-from sublet.store.bucket_client import Limits
 from sublet.store.directory import DirectoryReplica
 
 from .rig import JOB, Shelf

@@ -30,6 +30,9 @@ class Made:
 class Sink(Protocol):
     """Used by several threads at once."""
 
+    def check(self) -> None:
+        """Called once before any work is begun: `BadInput` or `Misconfigured` for an address that can never work, `SinkDown` when it is not up."""
+
     def store(self, results: Sequence[Made]) -> None:
         """Durable when it returns. `SinkDown` when it cannot now (nothing or some of it is stored, and storing again is fine); `BadInput` for what it will never
         take."""

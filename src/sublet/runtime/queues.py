@@ -110,7 +110,9 @@ class Queue:
         self._broker: Broker | None = None
         self._prepare = prepare
         self._lock = threading.RLock()
-        self._broker_lock = threading.Lock()  # of its own: one thread may wait at the broker while another one completes
+        self._broker_lock = (
+            threading.Lock()
+        )  # of its own: one thread may wait at the broker while another one completes
         self._pid = os.getpid()
         self._record: QueueRecord | None = None
         self._clerk = 0
@@ -147,6 +149,8 @@ class Queue:
                 self._held = self._new_held()
             if self._record is None:
                 self._prepare()
+                if self.sink is not None:
+                    self.sink.check()  # a wrong address is told before any work, not after it
                 ledger = self._ledger
                 try:
                     found: QueueRecord | None = ledger.queue(self.tenant, self._name)
@@ -288,8 +292,9 @@ class Queue:
         visibility_us: int | None = None,
         wait_us: int = 0,
         still_wanted: Callable[[], bool] = lambda: True,
+        also_stored: bool = False,
     ) -> list[Item]:
-        """As `pull`, all at once; whoever takes them gives them back."""
+        """As `pull`, all at once; whoever takes them gives them back. `also_stored`: those too whose result the sink has already."""
         record = self._at()
         visibility_us = check_visibility(visibility_us or record.terms.visibility_us)
         until = self._clock.monotonic_us() + wait_us
@@ -297,6 +302,8 @@ class Queue:
         try:
             while True:
                 items = self._take_now(most, visibility_us)
+                if self.sink is not None and not also_stored:
+                    items = self._without_stored(items)
                 left = until - self._clock.monotonic_us()
                 if items or left <= 0 or not still_wanted():
                     return items
@@ -328,7 +335,7 @@ class Queue:
             given = self._ledger.pull(clerk, most, visibility_us, self._held.numbers())
         items = [Item(self, delivery, visibility_us, sent) for delivery in given]
         self._held.add(items)
-        return self._without_stored(items) if self.sink is not None else items
+        return items
 
     def _end_the_dead(self) -> bool:
         """Items of a process of this host that is gone need not wait for their visibility to run out."""
@@ -344,7 +351,7 @@ class Queue:
         return sum(self._ledger.end_clerk(clerk) for clerk in gone) > 0
 
     def _without_stored(self, items: list[Item]) -> list[Item]:
-        """The sink may know the result of an item whose acknowledgement was lost: that one is not worked on again."""
+        """The sink may know the result of an item whose acknowledgement was lost: that one is not worked on again, and its result is there and not here."""
         assert self.sink is not None
         again = [item for item in items if item.delivery > 1]
         if not again:
@@ -415,7 +422,6 @@ class Queue:
                     if not item.lost
                 ]
             )
-            pairs = [(item, "null") for item, _ in pairs]
         return self._acknowledge(pairs)
 
     def _acknowledge(self, pairs: Sequence[tuple[Item, str]]) -> list[SubletError | None]:
@@ -500,7 +506,8 @@ class Queue:
 
     def _work_one(self, function: Callable[[Any], Any], visibility_us: int | None) -> bool:
         worked = False
-        for item in self.take(1, visibility_us=visibility_us):
+        # Who maps wants the results themselves, also of what only the sink has.
+        for item in self.take(1, visibility_us=visibility_us, also_stored=True):
             worked = True
             with item, contextlib.suppress(StaleDelivery):
                 try:

@@ -9,25 +9,19 @@ Rules of this file:
 
 from __future__ import annotations
 
-import os
-import re
 import secrets
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 
+from sublet.buckets.client import BucketClient, BucketFailed, Limits
+from sublet.buckets.opening import open_client, prove
 from sublet.core.checkpoint import MAX_MANIFEST_BYTES
 from sublet.core.errors import Misconfigured, NotDurable
-from sublet.store.bucket_client import BucketClient, BucketFailed, Limits
 from sublet.store.bucket_pack import BucketDraft, PackReader, pack_path
 
 #: A store that is opened waits no longer than this for a bucket: it may be the one that is down.
 CHECK_SECONDS = 5.0
-
-_proven: set[str] = set()
-_proving = threading.Lock()
-os.register_at_fork(after_in_child=lambda: globals().update(_proving=threading.Lock()))
 
 
 class BucketReplica:
@@ -45,7 +39,7 @@ class BucketReplica:
     def check(self) -> None:
         """One that cannot be reached now is not refused: the others may be enough. It is proven before it is written to."""
         try:
-            self._prove(CHECK_SECONDS)
+            prove(self._client, self.name, "a replica", patience=CHECK_SECONDS)
         except BucketFailed as e:
             if e.lasting:
                 raise Misconfigured(
@@ -53,38 +47,9 @@ class BucketReplica:
                     remedy="check that the bucket exists and that these credentials may read, write, list and delete in it",
                 ) from None
 
-    def _prove(self, patience: float | None = None) -> None:
-        """That a name is given once, and that what is written is read."""
-        key = f"{self.name} {self._client.where}"
-        with _proving:
-            if key in _proven:
-                return
-        path = f"probe/{secrets.token_hex(16)}"
-        first, second = secrets.token_bytes(64), secrets.token_bytes(64)
-        try:
-            kept = self._client.create(path, first, patience=patience)
-            written_over = self._client.create(path, second, patience=patience)
-            there = self._client.whole(path, len(first))
-        finally:
-            with suppress(OSError):
-                self._client.delete(path, patience=0.0)
-        if written_over:
-            raise Misconfigured(
-                f"{self.name} cannot be a replica: {self._client.where} let a second object be created under a name that was taken. "
-                "It ignores the condition of the request, so two savers could write over each other and a committed state be lost",
-                remedy="use a server that honours 'If-None-Match: *' (S3, GCS, Azure, MinIO, SeaweedFS do), or a dir: replica",
-            )
-        if not kept or there != first:
-            raise Misconfigured(
-                f"{self.name} cannot be a replica: {self._client.where} does not return what was written to it",
-                remedy="look for a cache or proxy between here and the bucket",
-            )
-        with _proving:
-            _proven.add(key)
-
     def _ready(self) -> None:
         try:
-            self._prove()
+            prove(self._client, self.name, "a replica")
         except BucketFailed as e:
             raise self._not_durable(e) from None
 
@@ -196,34 +161,5 @@ def _manifest_path(digest: str) -> str:
 
 def open_bucket(address: str, domain: str, limits: Limits | None = None) -> BucketReplica:
     """`s3://bucket/prefix`, `gs://…`, `az://…`. Credentials and endpoints come from the environment, never from the address."""
-    found = re.fullmatch(
-        r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/([A-Za-z0-9._/-]*))?", address, re.ASCII
-    )
-    prefix = ((found.group(3) or "") if found else "").strip("/")
-    if found is None or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
-        # Not repeated: what does not belong here may be a key.
-        raise Misconfigured(
-            f"a store that begins with {address.partition(':')[0][:8]}: is no address of a bucket",
-            remedy="write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; keys belong in the environment",
-        )
-    scheme, bucket = found.group(1), found.group(2)
-    client = BucketClient(scheme, bucket, prefix, limits or _limits())
-    return BucketReplica(f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else ""), domain, client)
-
-
-def _limits() -> Limits:
-    return Limits(
-        request_seconds=_seconds("SUBLET_BUCKET_TIMEOUT", Limits().request_seconds),
-        patience_seconds=_seconds("SUBLET_BUCKET_PATIENCE", Limits().patience_seconds),
-    )
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 3600:
-        raise Misconfigured(f"{name} is {text[:40]!r}", remedy="give seconds, more than 0 and at most 3600")
-    return value
+    name, client = open_client(address, limits)
+    return BucketReplica(name, domain, client)

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from sublet.buckets.client import BucketClient, BucketFailed
 from sublet.core.checkpoint import ALIGN, CHUNK_BYTES, MAX_PARTS, MAX_STATE_BYTES, Span, aligned
 from sublet.core.errors import NotDurable
-from sublet.store.bucket_client import BucketClient, BucketFailed
 
 PART_BYTES = 16 << 20
 #: At once, for one pack.

@@ -74,7 +74,7 @@ class BucketFailed(OSError):
 
 
 class BucketClient:
-    """The few requests a replica makes. Used from several threads."""
+    """The few requests that are made. Used from several threads."""
 
     def __init__(self, scheme: str, bucket: str, prefix: str, limits: Limits) -> None:
         try:
@@ -260,7 +260,7 @@ class BucketClient:
                 return
         raise BucketFailed(
             "this process was forked from one that had used a bucket, which buckets do not survive; "
-            "start it with multiprocessing's 'spawn', or open the store in the child only",
+            "start it with multiprocessing's 'spawn', or open the bucket in the child only",
             lasting=True,
         )
 
