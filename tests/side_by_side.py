@@ -38,6 +38,7 @@ SECONDS = {
     "core/": 60,
     "runtime/test_command": 60,
     "sinks/": 65,
+    "brokers/": 95,
     "notices/": 40,
 }
 UNKNOWN = 15

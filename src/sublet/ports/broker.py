@@ -39,8 +39,8 @@ class Broker(Protocol):
         """Called when they could not be made items: to be had again at once."""
 
     def put_aside(self, message: Message, why: str) -> None:
-        """Called for one that can never be an item, such as a far too large one: to the broker's dead-letter means, or dropped with a warning that names it. It must not
-        come again for ever."""
+        """Called for one that can never be an item, such as a far too large one: to the broker's dead-letter means, or left to lapse where only the broker itself moves it
+        there; a warning names it. It does not come again at once, and holds up no other."""
 
     def publish(self, items: Sequence[tuple[str, Any]]) -> None:
         """Called by `queue.publish` on a queue with a broker: (key, body) each; durable at the broker when it returns. A key of '' lets the broker name it."""
