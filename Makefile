@@ -71,6 +71,7 @@ proof: $(VENV)/.dev ## the long storms
 	  tests/ledger/test_postgres_engine.py::test_hot_verbs_equal_the_generic_ones
 	@SUBLET_SWEEP_EXAMPLES=$${SUBLET_SWEEP_EXAMPLES:-400} SUBLET_SWEEP_STORM_SECONDS=$${SUBLET_SWEEP_STORM_SECONDS:-120} \
 	  $(BIN)/pytest -s --timeout 900 tests/store/test_sweep.py
+	@SUBLET_QUEUE_ITEMS=$${SUBLET_QUEUE_ITEMS:-1000000} $(BIN)/pytest -s --timeout 3600 tests/cli/test_queue.py -k memory
 	@SUBLET_DRILL=$${SUBLET_DRILL:-100} $(BIN)/pytest --timeout 3600 tests/cli/test_drill.py
 	@SUBLET_TRAINING_KILLS=$${SUBLET_TRAINING_KILLS:-10000} SUBLET_STEP_RACES=$${SUBLET_STEP_RACES:-50} SUBLET_TRAINING_LOSSES=$${SUBLET_TRAINING_LOSSES:-15} \
 	  $(BIN)/pytest -s --timeout 3000 tests/training

@@ -137,6 +137,8 @@ def check(queue: Queue, swarm: Swarm, bodies: set[str]) -> None:
     assert stats.stale >= len(refused)
     ledger = queue._ledger
     assert ledger.verify().faults == ()
+    proof = ledger.prove_queue(queue.record().id)
+    assert (proof.flaws, proof.completed, proof.refused) == ((), len(bodies), stats.stale)
     again = sum(r.delivery - 1 for r in results)
     print(
         f"\n{len(results)} items once each, {again} handed out again, {stats.stale} stale results refused, {len(swarm.logs)} workers",

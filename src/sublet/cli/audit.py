@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import click
@@ -54,7 +54,7 @@ def audit(job: str, effects: bool, look: bool | None, deep: bool, limit: int, as
         return
     if not as_json:
         for p in broken:
-            _show_flaws(p, limit)
+            show_flaws(p.flaws, limit)
     count = sum(len(p.flaws) for p in broken)
     names = ", ".join(p.job for p in broken[:5])
     raise NotProven(f"not proven: {count} fault{'s' * (count != 1)} in {names}")
@@ -126,17 +126,18 @@ def _show_all(proofs: list[Proof]) -> None:
     )
 
 
-def _show_flaws(p: Proof, limit: int) -> None:
+def show_flaws(flaws: Sequence[Flaw], limit: int, more: int = 0) -> None:
+    """Each with its row, and what to do; `more` were counted and not kept."""
     click.echo()
-    shown = p.flaws[:limit]
+    shown = flaws[:limit]
     print_table(["ROW", "RULE", "WHAT IS WRONG"], [(f.row, f.rule, f.what) for f in shown], empty="")
-    if len(p.flaws) > limit:
-        click.echo(f"… and {len(p.flaws) - limit} more (--limit)")
+    if len(flaws) + more > limit:
+        click.echo(f"… and {len(flaws) + more - limit} more (--limit)")
     for remedy in dict.fromkeys(f.remedy for f in shown):
         click.echo(f"→ {remedy}")
 
 
-def _flaw_json(flaw: Flaw) -> dict[str, str]:
+def flaw_json(flaw: Flaw) -> dict[str, str]:
     return {"row": flaw.row, "rule": flaw.rule, "what": flaw.what, "remedy": flaw.remedy}
 
 
@@ -160,7 +161,7 @@ def _as_json(p: Proof, looked: str) -> dict[str, object]:
         "committed_at": p.committed_at,
         "rows": p.rows,
         "checkpoint": looked,
-        "faults": [_flaw_json(f) for f in p.flaws],
+        "faults": [flaw_json(f) for f in p.flaws],
     }
 
 

@@ -58,6 +58,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quarantine": ("operate", "Devices withheld after a teardown that was not proven."),
     "checkpoint": ("checkpoint", "Saved states: list them, look into them, verify and repair their copies."),
     "block": ("block", "Block leases: durable values by locator; list, look into, remove, sweep."),
+    "queue": (
+        "queue",
+        "Queues of items, each done once: publish, look, redrive, purge, pause, export, prove.",
+    ),
     "audit": ("audit", "Prove from the ledger that every step and effect was committed once."),
     "report": ("report", "Goodput, waste, losses, refunds and cost, by job, tenant, tier or day."),
     "drill": ("drill", "Run a command undisturbed and under losses, and compare: bit-equal, and proven."),
@@ -85,6 +89,13 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(module, name)
         return command
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # before click makes a failure of it
+            _reader_is_gone()
+            raise click.exceptions.Exit(0) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
@@ -110,6 +121,11 @@ def complain(error: SubletError, *, as_json: bool) -> None:
         print(f"        {error.remedy}", file=sys.stderr)
 
 
+def _reader_is_gone() -> None:
+    """As in `sublet ps | head`: that is its right. What is still to be written goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def main() -> None:
     try:
         code = cli.main(prog_name="sublet", standalone_mode=False)
@@ -126,7 +142,6 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        # The reader has gone (`sublet ps | head`): that is its right.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _reader_is_gone()
         code = 0
     sys.exit(code if isinstance(code, int) else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -39,7 +39,15 @@ _STYLES = {
 }
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
+#: A terminal with fewer columns than this is narrow.
+NARROW = 80
+_NOTHING = {"0", "-", "", "0.0/s"}
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str, optional: Collection[str] = ()
+) -> None:
+    """`optional` columns are left out of a narrow terminal if there is nothing in them."""
     found = [list(map(str, row)) for row in rows]
     if not found:
         click.echo(empty, err=not on_terminal())
@@ -54,13 +62,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
+    if console.width < NARROW:
+        kept = [i for i, c in enumerate(columns) if c not in optional or {r[i] for r in found} - _NOTHING]
+        columns, found = [columns[i] for i in kept], [[row[i] for i in kept] for row in found]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
         last = i == len(columns) - 1
         table.add_column(column, overflow="fold" if last else "ellipsis", no_wrap=not last)
     for row in found:
         table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
+    console.print(table)
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
@@ -72,3 +84,12 @@ def print_fields(fields: Iterable[tuple[str, str]]) -> None:
 
 def instant(us: int) -> str:
     return datetime.fromtimestamp(us / 1e6).strftime("%Y-%m-%d %H:%M:%S") if us else ""
+
+
+def plain(text: str) -> str:
+    """Without what would steer a terminal: for texts that programs wrote, such as an error's."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def shortened(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

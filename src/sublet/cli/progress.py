@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 Progress = Callable[[str, int, int], None]
 
 
 @contextlib.contextmanager
-def progress_bar(*, sizes: bool = False) -> Iterator[Progress]:
+def progress_bar(*, sizes: bool = False, rate: bool = False) -> Iterator[Progress]:
     """Give the work a function to call with what it does, how much of it is done, and how much there is (0: not known)."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
@@ -28,10 +29,17 @@ def progress_bar(*, sizes: bool = False) -> Iterator[Progress]:
     from rich.progress import (
         Progress as Bars,
     )
+    from rich.text import Text
+
+    class RateColumn(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(f"{task.speed:.0f}/s" if task.speed else "", style="progress.data.speed")
 
     counts: list[ProgressColumn] = (
         [DownloadColumn(), TransferSpeedColumn()] if sizes else [MofNCompleteColumn()]
     )
+    if rate:
+        counts.append(RateColumn())
     columns = [TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn()]
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, object] = {}

@@ -67,6 +67,9 @@ _REMEDIES = {
     "effect": "do not rely on this effect's outcome: put a backup back ('sublet migrate --restore')",
     "lease": "the row was changed outside sublet: put a backup back ('sublet migrate --restore')",
     "kept": "tag the version again, or put a backup back ('sublet migrate --restore')",
+    "queue": "the journal says what was done with its items: put a backup back ('sublet migrate --restore')",
+    "clerk": "the row was changed outside sublet: put a backup back ('sublet migrate --restore')",
+    "item": "do not rely on this item's result: put a backup back ('sublet migrate --restore')",
     "checkpoint": "look at its copies with 'sublet checkpoint verify', then 'sublet checkpoint repair'",
 }
 
@@ -118,11 +121,11 @@ class LeaseRow:
 # --- what the journal tells ----------------------------------------------------------------------------------
 
 
-class _Unreadable(ValueError):
-    pass
+class Unreadable(ValueError):
+    """Why a row of the journal proves nothing."""
 
 
-class _Body:
+class Body:
     """A row's body, whose fields are what they should be or the row is unreadable."""
 
     def __init__(self, entry: Entry) -> None:
@@ -131,26 +134,26 @@ class _Body:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise _Unreadable("its body cannot be read")
+            raise Unreadable("its body cannot be read")
         self._fields: dict[str, Any] = found
 
     def number(self, name: str) -> int:
         value = self._fields.get(name)
         if type(value) is not int:
-            raise _Unreadable(f"it does not say its {name}, as rows of this version do")
+            raise Unreadable(f"it does not say its {name}, as rows of this version do")
         return value
 
     def text(self, name: str) -> str:
         value = self._fields.get(name)
         if type(value) is not str:
-            raise _Unreadable(f"it does not say its {name}, as rows of this version do")
+            raise Unreadable(f"it does not say its {name}, as rows of this version do")
         return value
 
     def kept(self) -> dict[tuple[int, str], tuple[str, int]]:
         try:
             return {(int(v), ""): (str(d), int(s)) for v, d, s in self._fields["kept"]}
         except (KeyError, TypeError, ValueError):
-            raise _Unreadable("it does not say what it kept, as rows of this version do") from None
+            raise Unreadable("it does not say what it kept, as rows of this version do") from None
 
     def get(self, name: str) -> Any:
         return self._fields.get(name)
@@ -258,7 +261,13 @@ class Replay:
             "lease.settled": self._settled,
             "effect.reserved": self._reserved,
             "job.started": self._started,
+            "items.completed": self._items_completed,
         }
+
+    @property
+    def main_flaws(self) -> list[Flaw]:
+        """Of the main strand, on which every proof rests."""
+        return self._main_flaws
 
     @property
     def jobs(self) -> list[str]:
@@ -272,7 +281,7 @@ class Replay:
             self._see_job(entry)
             return
         if entry.strand == MAIN:
-            self._main_flaws += _chained(self._main.add(entry))
+            self._main_flaws += chained(self._main.add(entry))
         elif entry.strand.startswith("lease:"):
             lease = entry.strand.removeprefix("lease:")
             held = self._leases.get(lease)
@@ -283,12 +292,12 @@ class Replay:
         tell = self._told.get(entry.kind)
         if tell is not None:
             try:
-                tell(entry, _Body(entry))
-            except _Unreadable as e:
+                tell(entry, Body(entry))
+            except Unreadable as e:
                 self._main_flaws.append(Flaw(_row(entry), "S7", str(e)))
 
     def end_main(self, end: StrandEnd) -> None:
-        self._main_flaws += _chained(self._main.close(end))
+        self._main_flaws += chained(self._main.close(end))
 
     def _story(self, job: str) -> _Story:
         return self._stories.setdefault(job, _Story(job))
@@ -297,10 +306,10 @@ class Replay:
         self._lease_flaws.setdefault(lease, []).append(Flaw(row, rule, what))
 
     def _blame_chain(self, lease: str, faults: Iterable[Fault]) -> None:
-        for flaw in _chained(faults):
+        for flaw in chained(faults):
             self._lease_flaws.setdefault(lease, []).append(flaw)
 
-    def _granted(self, entry: Entry, body: _Body) -> None:
+    def _granted(self, entry: Entry, body: Body) -> None:
         epoch = body.number("epoch")
         if epoch <= self._epoch:
             what = f"epoch {epoch} was granted after epoch {self._epoch}"
@@ -320,7 +329,7 @@ class Replay:
             detail=body.text("reason"),
         )
 
-    def _renewed(self, entry: Entry, body: _Body) -> None:
+    def _renewed(self, entry: Entry, body: Body) -> None:
         held = self._leases.get(entry.subject)
         if held is None:
             return
@@ -330,13 +339,13 @@ class Replay:
             self._blame_lease(entry.subject, _row(entry), "L3", f"renewed {why}")
         held.expires_at = body.number("expires_at")
 
-    def _revoked(self, entry: Entry, body: _Body) -> None:
+    def _revoked(self, entry: Entry, body: Body) -> None:
         held = self._leases.get(entry.subject)
         if held is not None:
             held.state, held.deadline_at = "revoking", body.number("deadline_at")
             held.reason, held.detail = body.text("reason"), body.text("detail")
 
-    def _ended(self, entry: Entry, body: _Body) -> None:
+    def _ended(self, entry: Entry, body: Body) -> None:
         held = self._leases.get(entry.subject)
         if held is None:
             return  # it only ever waited
@@ -347,7 +356,7 @@ class Replay:
         self._blame_chain(entry.subject, held.chain.close(pledge))
         self._forget(entry.subject, held)
 
-    def _settled(self, entry: Entry, body: _Body) -> None:
+    def _settled(self, entry: Entry, body: Body) -> None:
         held = self._leases.get(entry.subject)
         if held is not None:
             held.settled_at = entry.at
@@ -358,7 +367,7 @@ class Replay:
         if held.settled_at and not held.used:
             del self._leases[lease]
 
-    def _reserved(self, entry: Entry, body: _Body) -> None:
+    def _reserved(self, entry: Entry, body: Body) -> None:
         found = _Reservation(body.text("lease"), body.number("epoch"), body.text("fingerprint"))
         story = self._story(body.text("job"))
         held = self._leases.get(found.lease)
@@ -370,13 +379,19 @@ class Replay:
         story.reserved[entry.subject] = found
         story.may_be_gone.discard(entry.subject)
 
-    def _started(self, entry: Entry, body: _Body) -> None:
+    def _started(self, entry: Entry, body: Body) -> None:
         story = self._story(entry.subject)
         if story.anchor:
             story.blame(_row(entry), "S7", "the job was started twice")
         story.anchor, story.tenant = entry.hash, entry.tenant
         story.chain = Chain(job_strand(entry.subject), entry.hash)
         story.began_at = entry.at
+
+    def _items_completed(self, entry: Entry, body: Body) -> None:
+        held = self._leases.get(str(body.get("lease") or ""))
+        if held is not None:
+            held.used = True
+            held.committed_at = max(held.committed_at, entry.at)
 
     # a job's strand
 
@@ -385,16 +400,16 @@ class Replay:
         if story.chain is None:
             story.blame(_row(entry), "S7", "no row of the main strand says that this job was started")
             story.chain = Chain(entry.strand, "")
-        story.flaws += _chained(story.chain.add(entry))
+        story.flaws += chained(story.chain.add(entry))
         story.rows += 1
         if entry.tenant != story.tenant:
             story.blame(_row(entry), "T1", f"it is of tenant {entry.tenant}, the job of {story.tenant}")
         try:
-            self._tell(story, entry, _Body(entry))
-        except _Unreadable as e:
+            self._tell(story, entry, Body(entry))
+        except Unreadable as e:
             story.blame(_row(entry), "S7", str(e))
 
-    def _tell(self, story: _Story, entry: Entry, body: _Body) -> None:
+    def _tell(self, story: _Story, entry: Entry, body: Body) -> None:
         if entry.kind == "step.committed":
             self._committed(story, entry, body)
         elif entry.kind == "head.adopted":
@@ -418,7 +433,7 @@ class Replay:
         else:
             story.blame(_row(entry), "S7", f"a job's strand has no rows of the kind {entry.kind[:40]!r}")
 
-    def _committed(self, story: _Story, entry: Entry, body: _Body) -> None:
+    def _committed(self, story: _Story, entry: Entry, body: Body) -> None:
         row = _row(entry)
         told = Commitment.of(entry)
         if told.version != story.version + 1:
@@ -444,21 +459,27 @@ class Replay:
 
     def _fenced(self, story: _Story, entry: Entry, told: Commitment) -> None:
         story.leases.add(told.lease)
+        for rule, what in self.unfenced(told.lease, told.epoch, entry.at):
+            story.blame(_row(entry), rule, what)
         held = self._leases.get(told.lease)
         if held is None:
-            what = f"lease {told.lease}, which committed it, was never granted, or was over"
-            return story.blame(_row(entry), "S2", what)
-        held.used = True
-        if held.epoch != told.epoch:
-            what = f"epoch {told.epoch} committed under lease {told.lease}, whose epoch is {held.epoch}"
-            story.blame(_row(entry), "S2", what)
+            return
         if held.tenant != story.tenant:
             story.blame(_row(entry), "T1", f"lease {told.lease} is of tenant {held.tenant}")
-        refusal = held.refusal(entry.at)
-        if refusal:
-            story.blame(_row(entry), "S2", f"committed under lease {told.lease} {refusal}")
+        held.used = True
         held.committed_at = max(held.committed_at, entry.at)
-        return None
+
+    def unfenced(self, lease: str, epoch: int, at: int) -> Iterator[tuple[str, str]]:
+        """Which rule a write under this lease broke at this moment, and how (S2). Asked when the journal has come to it."""
+        held = self._leases.get(lease)
+        if held is None:
+            yield "S2", f"lease {lease}, which committed it, was never granted, or was over"
+            return
+        if held.epoch != epoch:
+            yield "S2", f"epoch {epoch} committed under lease {lease}, whose epoch is {held.epoch}"
+        refusal = held.refusal(at)
+        if refusal:
+            yield "S2", f"committed under lease {lease} {refusal}"
 
     # the rows
 
@@ -473,7 +494,7 @@ class Replay:
                 continue
             try:
                 told = Commitment.of(entry)
-            except _Unreadable:
+            except Unreadable:
                 continue  # named already
             for stray in pending.before(told.version):
                 story.blame(_effect_row(stray), "S1", f"no commit made version {stray.version} of it true")
@@ -520,11 +541,7 @@ class Replay:
         self, job: str, head: HeadRow | None, kept: Sequence[Kept], leases: Sequence[LeaseRow]
     ) -> Proof:
         story = self._story(job)
-        flaws = [*self._main_flaws, *story.flaws]
-        for lease in self.wants_leases(job):
-            flaws += self._lease_flaws.get(lease, [])
-            found = next((row for row in leases if row.id == lease), None)
-            flaws += self._compare_lease(lease, found)
+        flaws = [*self._main_flaws, *story.flaws, *self.match_leases(self.wants_leases(job), leases)]
         flaws += _compare_head(story, head)
         flaws += _compare_kept(story, kept)
         return Proof(
@@ -546,6 +563,13 @@ class Replay:
             rows=story.rows,
             flaws=tuple(flaws),
         )
+
+    def match_leases(self, wanted: Iterable[str], rows: Sequence[LeaseRow]) -> Iterator[Flaw]:
+        """These leases' rows, and what their strands say."""
+        found = {row.id: row for row in rows}
+        for lease in wanted:
+            yield from self._lease_flaws.get(lease, [])
+            yield from self._compare_lease(lease, found.get(lease))
 
     def _compare_lease(self, lease_id: str, row: LeaseRow | None) -> Iterator[Flaw]:
         name = f"lease {lease_id}"
@@ -580,12 +604,12 @@ class Replay:
             ("detail", lease.detail, held.detail),
             ("strand_anchor", row.anchor, held.anchor),
         ]
-        yield from _differences(name, "A1", pairs)
+        yield from differences(name, "A1", pairs)
         for fault in held.chain.close(row.end):
             yield Flaw(name, "S7", fault.what)
 
 
-def _adopted(story: _Story, entry: Entry, body: _Body) -> None:
+def _adopted(story: _Story, entry: Entry, body: Body) -> None:
     row = _row(entry)
     reason, before, version = body.text("reason"), body.number("before"), body.number("version")
     if reason not in REASONS:
@@ -599,7 +623,7 @@ def _adopted(story: _Story, entry: Entry, body: _Body) -> None:
         story.forgets.append((entry.seq, forget_after))
         story.may_be_gone.update(story.reserved)
     elif reason == "rollback":
-        raise _Unreadable("it does not say what it forgot, as rows of this version do")
+        raise Unreadable("it does not say what it forgot, as rows of this version do")
     story.version, story.step, story.digest = version, body.number("step"), body.text("digest")
     story.cursor, story.moved_at, story.moves = "", entry.at, story.moves + 1
     story.epoch, story.floor = body.number("epoch"), body.number("floor")
@@ -624,10 +648,10 @@ class Commitment:
 
     @classmethod
     def of(cls, entry: Entry) -> Commitment:
-        body = _Body(entry)
+        body = Body(entry)
         joined = body.get("effects") or {}
         if not isinstance(joined, dict):
-            raise _Unreadable("its effects cannot be read")
+            raise Unreadable("its effects cannot be read")
         return cls(
             version=body.number("version"),
             first=body.number("first"),
@@ -668,7 +692,7 @@ class _Ahead:
 # --- comparing rows ------------------------------------------------------------------------------------------
 
 
-def _chained(faults: Iterable[Fault]) -> list[Flaw]:
+def chained(faults: Iterable[Fault]) -> list[Flaw]:
     return [Flaw(f"journal {fault.strand} #{fault.seq}", "S7", fault.what) for fault in faults]
 
 
@@ -676,7 +700,7 @@ def _effect_row(effect: Effect) -> str:
     return f"effect {effect.key}"
 
 
-def _differences(row: str, rule: str, pairs: Iterable[tuple[str, object, object]]) -> Iterator[Flaw]:
+def differences(row: str, rule: str, pairs: Iterable[tuple[str, object, object]]) -> Iterator[Flaw]:
     for column, found, told in pairs:
         if found != told:
             yield Flaw(row, rule, f"{column} is {_short(found)}, the journal says {_short(told)}")
@@ -698,7 +722,7 @@ def _compare_effect(
             f"version {told.version} was committed with it, and it is missing or of another version",
         )
         return
-    yield from _differences(
+    yield from differences(
         row,
         "S4",
         [("owner", effect.owner, told.lease), ("epoch", effect.epoch, told.epoch), ("job", effect.job, job)],
@@ -727,7 +751,7 @@ def _compare_head(story: _Story, row: HeadRow | None) -> Iterator[Flaw]:
         ("sweeps", head.sweeps, story.sweeps),
         ("strand_anchor", row.anchor, story.anchor),
     ]
-    yield from _differences(name, "S1", pairs)
+    yield from differences(name, "S1", pairs)
     if (said("", head.cursor) if head.cursor or story.cursor else "") != story.cursor:
         yield Flaw(name, "S1", "its cursor is not the one that was committed")
     if story.chain is not None:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sublet.core.errors import BadInput, SubletError
+from sublet.core.item_proof import ItemProof
 from sublet.core.items import Ack, Draft, ItemState, Nack, Terms, check_draft, check_terms, check_visibility
 from sublet.core.lease import Holder
 from sublet.core.values import check_name
-from sublet.ledger import items, queues
+from sublet.ledger import item_proof, items, queues
 from sublet.ledger.engine import Verbs
 from sublet.ports.items import ClerkRecord, Delivery, ItemRecord, Published, QueueRecord, QueueStats
 
@@ -92,8 +93,14 @@ class ItemVerbs(Verbs):
 
     # listings and operators
 
+    def prove_queue(self, queue: int) -> ItemProof:
+        return self._read(lambda tx: item_proof.prove_queue(tx, queue))  # type: ignore[no-any-return]
+
     def clerks(self, queue: int) -> list[ClerkRecord]:
         return self._read(lambda tx: queues.clerks(tx, queue))  # type: ignore[no-any-return]
+
+    def held_by(self, queue: int) -> dict[int, int]:
+        return self._read(lambda tx: queues.held_by(tx, queue))  # type: ignore[no-any-return]
 
     def item(self, queue: int, item: int) -> ItemRecord:
         return self._read(lambda tx: queues.get_item(tx, queue, item))  # type: ignore[no-any-return]

@@ -29,11 +29,16 @@ _JOURNAL = "SELECT strand, seq, at, kind, tenant, subject, body, hash FROM journ
 _EFFECTS = f"SELECT {EFFECT_COLUMNS} FROM effect WHERE job = ?"
 
 
+def every_entry(tx: Tx) -> Iterator[Entry]:
+    """The journal in stored order."""
+    return (Entry(*row) for row in tx.stream(f"{_JOURNAL} ORDER BY id"))
+
+
 def prove(tx: Tx, jobs: Sequence[str]) -> list[Proof] | NotFound:
     """Of these jobs, or of all. One walk over the journal, and one over each job's own strand and effects."""
     replay = Replay()
-    for row in tx.stream(f"{_JOURNAL} ORDER BY id"):
-        replay.see(Entry(*row))
+    for entry in every_entry(tx):
+        replay.see(entry)
     pool = tx.row("SELECT journal_seq, journal_hash FROM pool WHERE id = 1")
     assert pool is not None
     replay.end_main(StrandEnd(pool[0], pool[1]))
@@ -60,7 +65,7 @@ def _of_one(tx: Tx, replay: Replay, job: str, head: Row | None) -> Proof:
         if head is None
         else HeadRow(head=head_of(head), end=StrandEnd(head[8], head[9]), anchor=head[12]),
         [Kept(version=r[0], digest=r[1], step=r[2], tag=r[3]) for r in kept],
-        [row for row in (_lease_row(tx, lease) for lease in replay.wants_leases(job)) if row is not None],
+        [row for row in (lease_row(tx, lease) for lease in replay.wants_leases(job)) if row is not None],
     )
 
 
@@ -68,7 +73,7 @@ def _effects(tx: Tx, sql: str, job: str) -> Iterator[Effect]:
     return map(effect_of, tx.stream(sql, job))
 
 
-def _lease_row(tx: Tx, lease_id: str) -> LeaseRow | None:
+def lease_row(tx: Tx, lease_id: str) -> LeaseRow | None:
     row = tx.row(LEASE_BY_ID, lease_id)
     if row is None:
         return None

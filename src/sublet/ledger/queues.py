@@ -225,6 +225,15 @@ def clerks_at_work(tx: Tx, queue: int) -> list[ClerkRecord]:
     ]
 
 
+def held_by(tx: Tx, queue: int) -> dict[int, int]:
+    return dict(
+        tx.rows(
+            "SELECT owner, count(*) FROM item WHERE queue = ? AND state IN ('delayed', 'leased') AND state = 'leased' GROUP BY owner",
+            queue,
+        )
+    )
+
+
 # --- looking at items ----------------------------------------------------------------------------------------
 
 #: Where a listing starts, and in which order it goes, is given by the index of the state.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from sublet.core.errors import SubletError
+from sublet.core.item_proof import ItemProof
 from sublet.core.items import Ack, Draft, ItemState, Nack, Tempo, Terms
 from sublet.core.lease import Holder
 
@@ -154,7 +155,13 @@ class ItemLedger(Protocol):
         """Its process is gone: its items are to be had again at once. How many."""
 
     # items: called by listings and operators
+    def prove_queue(self, queue: int) -> ItemProof:
+        """That each item was done exactly once, from the journal and the rows, as of one moment; or what shows that it was not."""
+
     def clerks(self, queue: int) -> list[ClerkRecord]: ...
+    def held_by(self, queue: int) -> dict[int, int]:
+        """How many items each clerk has that has some."""
+
     def item(self, queue: int, item: int) -> ItemRecord: ...
     def items(self, queue: int, state: ItemState, *, after: int = 0, limit: int = 1000) -> list[ItemRecord]:
         """Ready ones in the order they will be handed out; done and dead ones by number, from the one after `after` on."""

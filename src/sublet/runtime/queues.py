@@ -46,6 +46,9 @@ from sublet.runtime.pull import Held, Item
 PUBLISHED_AT_ONCE = 1000
 PUBLISHED_BYTES_AT_ONCE = 4 << 20
 LISTED_AT_ONCE = 1000
+#: The first page of a listing is small, because nobody knows yet how large the items are; then a page is about so many bytes.
+LISTED_FIRST = 16
+LISTED_BYTES = 4 << 20
 PURGED_AT_ONCE = 10_000
 #: Whoever waits for items looks this often, also when no bell rings.
 LOOK_US = 1_000_000
@@ -214,8 +217,7 @@ class Queue:
         new = duplicates = 0
         conflicts: list[str] = []
         try:
-            for some in _batches(drafts, batch):
-                done = self._publish_batch(some)
+            for done in self.publish_drafts(drafts, batch=batch):
                 new, duplicates = new + done.new, duplicates + done.duplicates
                 conflicts += done.conflicts
                 on_progress(new + duplicates + len(conflicts))
@@ -235,6 +237,17 @@ class Queue:
                 remedy="use a new key for a new item; what was stored under the key was not touched",
             )
         return Published(new=new, duplicates=duplicates)
+
+    def publish_drafts(
+        self, drafts: Iterable[Draft], *, batch: int = PUBLISHED_AT_ONCE
+    ) -> Iterator[Published]:
+        """As `publish`, of items that are written as JSON already: what became of each batch, conflicts included."""
+        for some in _batches(iter(drafts), batch):
+            yield self._publish_batch(some)
+
+    def make(self) -> QueueRecord:
+        """Make it without publishing anything, unless it is there; its terms are those it was opened with."""
+        return self._at(make=True)
 
     def _publish_batch(self, drafts: Sequence[Draft]) -> Published:
         broker = self._at_broker()
@@ -539,9 +552,9 @@ class Queue:
                 record.delivery,
             )
 
-    def dead(self) -> Iterator[ItemRecord]:
-        """The dead-letter list, each with its last error."""
-        return self._listed(ItemState.DEAD, 0)
+    def dead(self, *, after: int = 0) -> Iterator[ItemRecord]:
+        """The dead-letter list, each with its last error; `after` an item's id for those behind it."""
+        return self._listed(ItemState.DEAD, after)
 
     def peek(self, most: int = 10, *, state: ItemState = ItemState.READY) -> list[ItemRecord]:
         """Look at some without taking them; ready ones in the order they will be handed out."""
@@ -552,9 +565,13 @@ class Queue:
 
     def _listed(self, state: ItemState, after: int) -> Iterator[ItemRecord]:
         queue = self._at().id
-        while some := self._ledger.items(queue, state, after=after, limit=LISTED_AT_ONCE):
-            yield from some
+        page = LISTED_FIRST
+        while some := self._ledger.items(queue, state, after=after, limit=page):
+            size = sum(len(one.body) + len(one.result) + len(one.error) for one in some)
+            page = max(1, min(LISTED_AT_ONCE, page * 4, page * LISTED_BYTES // max(size, 1)))
             after = some[-1].id
+            yield from some
+            del some  # while the next page is read, this one is let go
 
     def stats(self) -> QueueStats:
         return self._ledger.queue_stats(self._at().id)
@@ -567,6 +584,10 @@ class Queue:
     def workers(self) -> list[ClerkRecord]:
         """Who has an item now."""
         return self._ledger.clerks_at_work(self._at().id)
+
+    def held_by(self) -> dict[int, int]:
+        """How many items each of them has, by the clerk's number."""
+        return self._ledger.held_by(self._at().id)
 
     def redrive(self, items: Iterable[int] | None = None, *, actor: str = "") -> int:
         """Dead items are ready again, with all their tries: these, or all."""

@@ -125,7 +125,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], about: Mapping[str
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, *, kept: str = "the checkpoint is untouched") -> Iterator[Path]:
     """A name to write under; it becomes `path` when it was written without an error."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     try:
@@ -135,7 +135,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     except OSError as e:
         raise NotDurable(
-            f"{path} was not written: {e.strerror or e}; the checkpoint is untouched",
+            f"{path} was not written: {e.strerror or e}; {kept}",
             remedy="choose a folder that may be written to and has room",
         ) from e
     finally:
