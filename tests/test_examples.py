@@ -95,3 +95,14 @@ def test_gke_spot_training(sqlite_home: Home) -> None:  # noqa: F811
     assert "the pod left with exit code 85" in done.stdout
     assert done.stdout.count("mail sent, with the key spot-training#half-way-mail") in (1, 2)
     assert "60 steps, each committed once, over three pods" in done.stdout
+
+
+def test_gke_batch_inference(sqlite_home: Home) -> None:  # noqa: F811
+    # One zygote that has torch, instead of four workers that each import it.
+    done = run_example("gke_batch_inference.py", sqlite_home.environment | {"SUBLET_PRELOAD": "torch"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("---")]
+    assert said[0] == "--- 65 names are in the queue; published again, 65 of them are duplicates"
+    assert "left with exit code 85: told to go, nothing lost" in said[2]
+    assert said[-2].startswith("--- 64 images, each result stored once, over four workers")
+    assert said[-1] == "--- 1 item is dead after 2 tries: ValueError: broken.ppm is not an image"

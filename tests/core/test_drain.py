@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sublet.core.drain import MARGIN_US, Behind, DrainPlan, Save, Speed, plan_drain
+from sublet.core.drain import MARGIN_US, Behind, DrainPlan, Save, Speed, plan_batch, plan_drain
 from sublet.core.notice import Notice
 from sublet.core.values import SECOND_US
 
@@ -147,3 +147,43 @@ def test_nothing_committed_is_saved_again(facts: dict[str, object], left_us: int
         **(facts | {"uncommitted": False, "behind": None}),  # type: ignore[arg-type]
     )
     assert found.save is Save.NOTHING
+
+
+# --- a batch of items ----------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_was_never_measured_is_let_try() -> None:
+    found = plan_batch(notice(15), NOW, begun_us=NOW - SECOND_US, usual_us=None)
+    assert found.end_at_us == NOW + 14 * SECOND_US
+    assert "may finish if it can" in found.reason
+
+
+def test_a_batch_that_usually_makes_it_may_finish() -> None:
+    found = plan_batch(notice(15), NOW, begun_us=NOW - SECOND_US, usual_us=10 * SECOND_US)
+    assert found.end_at_us == NOW + 14 * SECOND_US
+
+
+def test_a_batch_that_usually_does_not_make_it_is_ended_at_once() -> None:
+    found = plan_batch(notice(15), NOW, begun_us=NOW - SECOND_US, usual_us=11 * SECOND_US)
+    assert found.end_at_us == NOW
+    assert found.reason == "the batch that runs is ended: such a batch takes 11s here, 14s left"
+
+
+def test_a_short_notice_is_shared_between_the_batch_and_leaving() -> None:
+    assert plan_batch(notice(1), NOW, begun_us=NOW, usual_us=None).end_at_us == NOW + SECOND_US // 2
+    assert plan_batch(notice(0), NOW, begun_us=NOW, usual_us=None).end_at_us == NOW
+    assert plan_batch(notice(-1), NOW, begun_us=NOW, usual_us=None).end_at_us <= NOW
+
+
+@given(
+    less=st.integers(0, 100 * SECOND_US),
+    more=st.integers(0, 100 * SECOND_US),
+    usual=st.none() | st.integers(0, 100 * SECOND_US),
+)
+def test_more_time_never_ends_a_batch_sooner(less: int, more: int, usual: int | None) -> None:
+    ends = [
+        plan_batch(notice(s / SECOND_US), NOW, begun_us=NOW - SECOND_US, usual_us=usual).end_at_us
+        for s in sorted((less, more))
+    ]
+    assert ends[0] <= ends[1]
+    assert all(end >= NOW for end in ends)

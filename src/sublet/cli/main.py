@@ -51,6 +51,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("runs", "What a run printed; -f follows it over every restart."),
     "attach": ("runs", "Follow a run live; Ctrl-C detaches."),
     "cancel": ("runs", "Tell a run to leave; said twice, it is killed."),
+    "work": (
+        "work",
+        "Work off a queue: a GPU leased, the model kept loaded, items batched, drained when told.",
+    ),
     "gpus": ("listings", "Devices: what is free, who is on them, what is withheld."),
     "ps": ("listings", "Leases and waiters, each with its reason."),
     "lease": ("lease", "Acquire, renew, release or show one lease."),

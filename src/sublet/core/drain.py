@@ -105,6 +105,32 @@ def plan_drain(
     return _skip(f"{_NAMES[kind]}, {_said(speed, size)}", had)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What becomes of a batch of items that is being worked on."""
+
+    end_at_us: int  # if it has not finished by then, it is ended and its items are given back
+    reason: str
+
+
+def plan_batch(
+    notice: Notice, now: int, *, begun_us: int, usual_us: int | None, margin_us: int = MARGIN_US
+) -> BatchPlan:
+    """Nothing of a batch counts before all of it does, so one that would not make it is ended at once: somebody else can begin with its items. `usual_us` is how
+    long such a batch took here; None: never measured, so it is tried."""
+    end_at = notice.deadline_us - min(margin_us, max(0, notice.deadline_us - now) // 2)
+    had = f"{format_duration(max(0, end_at - now))} left"
+    if end_at <= now:
+        return BatchPlan(now, "the deadline is too near for the batch that runs")
+    if usual_us is None:
+        return BatchPlan(end_at, f"the batch that runs may finish if it can, none was measured here: {had}")
+    if begun_us + _stretched(usual_us) > end_at:
+        return BatchPlan(
+            now, f"the batch that runs is ended: such a batch takes {format_duration(usual_us)} here, {had}"
+        )
+    return BatchPlan(end_at, f"the batch that runs may finish: {had}")
+
+
 _NAMES = {Save.DELTA: "what changed", Save.FULL: "everything"}
 
 

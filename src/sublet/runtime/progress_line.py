@@ -1,8 +1,8 @@
-"""The line a run draws under itself: where it is, what is safe, how long the lease lasts.
+"""The line a run or a worker draws under itself: where it is, what is safe, how long the lease lasts.
 
 Rules of this file:
 - On a terminal one line is drawn over and over, a few times a second; elsewhere a whole line is written now and then.
-- Whatever the stream does, training goes on: a closed or full standard error costs the line, not the run.
+- Whatever the stream does, work goes on: a closed or full standard error costs the line, not the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _REPEAT_US = 30 * SECOND_US
 _BAR = 16
 
 
-class ProgressLine:
+class _Line:
+    """What draws and repeats a line, whatever it says."""
+
     def __init__(self, out: TextIO | None, job: str) -> None:
         self._out = out
         self._job = job
@@ -35,41 +37,6 @@ class ProgressLine:
     def due(self, now: int) -> bool:
         return self._out is not None and now >= self._next_at
 
-    def show(
-        self,
-        now: int,
-        *,
-        step: int,
-        total: int | None,
-        committed: int,
-        committed_ago_us: int | None,
-        steps_per_s: float,
-        goodput: float,
-        lease_s: float,
-        log: dict[str, float],
-        notice: str = "",
-    ) -> None:
-        self._next_at = now + (_REDRAW_US if self._live else _REPEAT_US)
-        filled = min(_BAR, _BAR * step // total) if total else 0
-        bar = (
-            f"[{'#' * filled}{'.' * (_BAR - filled)}] {step:,}/{total:,}"
-            if total is not None
-            else f"step {step:,}"
-        )
-        parts = [f"{self._job} {bar}"]
-        parts += [f"{name} {value:.4g}" for name, value in list(log.items())[:3]]
-        parts.append(f"{steps_per_s:.3g} steps/s" if steps_per_s < 1000 else f"{steps_per_s:,.0f} steps/s")
-        parts.append(f"goodput {goodput:.1%}")
-        safe = "nothing committed yet" if committed_ago_us is None else f"committed {committed:,}"
-        if committed_ago_us is not None and committed < step:
-            safe += f", {format_duration(committed_ago_us // SECOND_US * SECOND_US)} ago"
-        parts.append(safe)
-        if lease_s:
-            parts.append(f"lease {format_duration(int(lease_s) * SECOND_US)}")
-        if notice:
-            parts.append(f"LEAVING: {notice}")
-        self._write("  ".join(parts))
-
     def say(self, text: str) -> None:
         """Something worth keeping: a line of its own."""
         if self._out is None:
@@ -77,6 +44,10 @@ class ProgressLine:
         with contextlib.suppress(OSError, ValueError):
             self._out.write(f"{self._erased()}{self._job}: {text}\n")
             self._out.flush()
+
+    def _draw(self, now: int, parts: list[str]) -> None:
+        self._next_at = now + (_REDRAW_US if self._live else _REPEAT_US)
+        self._write("  ".join(parts))
 
     def _write(self, line: str) -> None:
         assert self._out is not None
@@ -99,3 +70,73 @@ class ProgressLine:
                 self._out.write("\n")
                 self._out.flush()
             self._drawn = 0
+
+
+def _bar(done: int, total: int) -> str:
+    filled = min(_BAR, _BAR * done // total) if total else 0
+    return f"[{'#' * filled}{'.' * (_BAR - filled)}]"
+
+
+class ProgressLine(_Line):
+    """Of a training run."""
+
+    def show(
+        self,
+        now: int,
+        *,
+        step: int,
+        total: int | None,
+        committed: int,
+        committed_ago_us: int | None,
+        steps_per_s: float,
+        goodput: float,
+        lease_s: float,
+        log: dict[str, float],
+        notice: str = "",
+    ) -> None:
+        bar = f"{_bar(step, total)} {step:,}/{total:,}" if total is not None else f"step {step:,}"
+        parts = [f"{self._job} {bar}"]
+        parts += [f"{name} {value:.4g}" for name, value in list(log.items())[:3]]
+        parts.append(f"{steps_per_s:.3g} steps/s" if steps_per_s < 1000 else f"{steps_per_s:,.0f} steps/s")
+        parts.append(f"goodput {goodput:.1%}")
+        safe = "nothing committed yet" if committed_ago_us is None else f"committed {committed:,}"
+        if committed_ago_us is not None and committed < step:
+            safe += f", {format_duration(committed_ago_us // SECOND_US * SECOND_US)} ago"
+        parts.append(safe)
+        if lease_s:
+            parts.append(f"lease {format_duration(int(lease_s) * SECOND_US)}")
+        if notice:
+            parts.append(f"LEAVING: {notice}")
+        self._draw(now, parts)
+
+
+class WorkLine(_Line):
+    """Of a worker at one queue or several: the bar is the queues', of all their workers; what is said to be done here is this one's."""
+
+    def show(
+        self,
+        now: int,
+        *,
+        here: int,
+        done: int,
+        depth: int,
+        per_s: float,
+        failed: int,
+        dead: int,
+        refused: int,
+        lease_s: float,
+        doing: str = "",
+    ) -> None:
+        parts = [f"{self._job} {_bar(done, done + depth)} {done:,}/{done + depth:,}"]
+        parts.append(f"{per_s:.3g}/s" if per_s < 1000 else f"{per_s:,.0f}/s")
+        if depth and per_s:
+            parts.append(f"ETA {format_duration(max(1, round(depth / per_s)) * SECOND_US)}")
+        parts += [f"depth {depth:,}", f"done here {here:,}"]
+        for count, word in ((failed, "failed"), (dead, "dead"), (refused, "refused")):
+            if count:
+                parts.append(f"{word} {count:,}")
+        if lease_s:
+            parts.append(f"lease {format_duration(int(lease_s) * SECOND_US)}")
+        if doing:
+            parts.append(doing)
+        self._draw(now, parts)

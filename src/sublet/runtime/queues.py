@@ -127,6 +127,11 @@ class Queue:
     def name(self) -> str:
         return self._name
 
+    @property
+    def waits_at_a_broker(self) -> bool:
+        """Its items come from a broker, and asking for one waits there a moment."""
+        return self._open_broker is not None
+
     def __repr__(self) -> str:
         return f"<Queue {self._name}>"
 
@@ -418,7 +423,12 @@ class Queue:
 
     def complete(self, done: Iterable[tuple[Item, Any]]) -> list[SubletError | None]:
         """Store results and acknowledge their items, all in one transaction: None for each, or why it was refused."""
-        pairs = [(item, to_text(result, what=f"the result of item {item.id}")) for item, result in done]
+        return self.complete_written(
+            [(item, to_text(result, what=f"the result of item {item.id}")) for item, result in done]
+        )
+
+    def complete_written(self, pairs: Sequence[tuple[Item, str]]) -> list[SubletError | None]:
+        """As `complete`, for results that were written as JSON where they were made."""
         if self.sink is not None:
             self.sink.store(
                 [
