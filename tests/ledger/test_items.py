@@ -464,3 +464,14 @@ def test_a_queue_that_just_grew_is_not_sorted_whole_to_pull_one(postgres: Rig) -
     told = "\n".join(row[0] for row in plan)
     assert "Index Scan using item_ready" in told
     assert "Sort" not in told
+
+
+def test_a_lease_of_another_tenant_stores_nothing(desk: Desk) -> None:
+    desk.rig.device()
+    desk.rig.tenant("bob")
+    lease = desk.rig.ask(10, tenant="bob")
+    a = desk.clerk()
+    desk.publish(a, '"x"')
+    given = desk.one(a)
+    with desk.rig.only_journals(), pytest.raises(NotFound):
+        desk.done(a, given, lease=desk.rig.key(lease))

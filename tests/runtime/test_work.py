@@ -550,6 +550,9 @@ class Shelf:
         self.tries = 0
         self.stored: dict[str, Any] = {}
 
+    def check(self) -> None:
+        pass
+
     def store(self, made: Sequence[Made]) -> None:
         self.tries += 1
         if self.down:

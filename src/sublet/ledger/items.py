@@ -324,6 +324,8 @@ def complete(
     desk = _desk(tx, clerk, lock=True)
     if isinstance(desk, NotFound):
         return desk
+    if lease is not None and lease.tenant != desk.tenant:
+        return NotFound(f"tenant {lease.tenant} has no queue {desk.name}")
     now = tx.now
     if key is not None and lease is not None:
         why = fence(lease, key.epoch, now)

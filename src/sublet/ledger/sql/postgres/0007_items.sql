@@ -172,6 +172,9 @@ BEGIN
         RETURN NULL;
     END IF;
     SELECT * INTO q FROM queue WHERE id = c.queue;
+    IF p_lease <> '' AND l.tenant <> q.tenant THEN
+        RETURN NULL;
+    END IF;
     SELECT count(*) INTO n FROM (
         -- By number and in the order given, which is theirs, whatever the planner thinks of the index of what is handed out.
         SELECT i.id FROM item i JOIN unnest(p_items, p_deliveries) AS a(item, number) ON i.id = a.item
