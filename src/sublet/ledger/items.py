@@ -46,6 +46,10 @@ from sublet.ports.topics import queue_topic
 MOST_BROUGHT_BACK = 1000
 _KEYS_AT_ONCE = 500
 
+_DONE = (
+    "UPDATE item SET state = 'done', result = ?, error = '', done_at = ?, work_us = ? "
+    "WHERE id = ? AND queue = ? AND state = 'leased' AND owner = ? AND delivery = ?"
+)
 _ITEM = "SELECT id, state, delivery, owner, place, failures, losses FROM item WHERE id = ? AND queue = ?"
 
 
@@ -335,23 +339,16 @@ def complete(
                 remedy="nothing to do: another lease works on them",
             )
     ordered = sorted(acks, key=attrgetter("item"))
-    moved = {
-        row[0]
-        for row in tx.run_each(
-            "UPDATE item SET state = 'done', result = ?, error = '', done_at = ?, work_us = ? "
-            "WHERE id = ? AND queue = ? AND state = 'leased' AND owner = ? AND delivery = ? RETURNING id",
-            [(ack.result, now, ack.work_us, ack.item, desk.queue, clerk, ack.delivery) for ack in ordered],
-        )
-    }
+    values = [(ack.result, now, ack.work_us, ack.item, desk.queue, clerk, ack.delivery) for ack in ordered]
     done, refused = ordered, []
     answers: dict[int, SubletError | None] = {}
-    if len(moved) < len(ordered):
-        done = [ack for ack in ordered if ack.item in moved]
-        answers = {
-            ack.item: refusal(_item(tx, desk.queue, ack.item), clerk, ack.delivery)
-            for ack in ordered
-            if ack.item not in moved
-        }
+    if not tx.run_all(_DONE, values):
+        done = []
+        for ack, row in zip(ordered, values, strict=True):
+            if tx.run(_DONE, *row):
+                done.append(ack)
+            else:
+                answers[ack.item] = refusal(_item(tx, desk.queue, ack.item), clerk, ack.delivery)
         refused = [ack for ack in ordered if answers.get(ack.item) is not None]
     failpoint("after_items_done")
     if done:

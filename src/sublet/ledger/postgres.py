@@ -112,14 +112,12 @@ class PostgresTx:
             cursor.executemany(_placed(sql), rows)
             return cursor.rowcount
 
-    def run_each(self, sql: str, rows: Sequence[Sequence[object]]) -> list[Row]:
-        self._wrote = True
-        with self._connection.cursor() as cursor:
-            cursor.executemany(_placed(sql), rows, returning=True)
-            found = cursor.fetchall()
-            while cursor.nextset():
-                found += cursor.fetchall()
-            return found
+    def run_all(self, sql: str, rows: Sequence[Sequence[object]]) -> bool:
+        with self._connection.transaction() as part:
+            if self.run_many(sql, rows) == len(rows):
+                return True
+            raise psycopg.Rollback(part)
+        return False
 
     def free_rows(self, sql: str, *params: object) -> list[Row]:
         return self.rows(f"{sql} FOR UPDATE SKIP LOCKED", *params)

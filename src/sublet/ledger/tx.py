@@ -71,8 +71,8 @@ class Tx(Protocol):
     def run_many(self, sql: str, rows: Sequence[Sequence[object]]) -> int:
         """The same statement for each row of values. How many rows it changed in all."""
 
-    def run_each(self, sql: str, rows: Sequence[Sequence[object]]) -> list[Row]:
-        """The same statement for each row of values, with what it RETURNs in their order."""
+    def run_all(self, sql: str, rows: Sequence[Sequence[object]]) -> bool:
+        """The same statement for each row of values. False, and nothing is changed, unless each changed one row."""
 
     def locked(self, sql: str, *params: object) -> Row | None:
         """The row, locked until the end of the transaction."""
