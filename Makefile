@@ -79,6 +79,8 @@ proof: $(VENV)/.dev ## the long storms
 bench: $(VENV)/.bench ## ratios against peers, in one run; ONLY=leases for one part
 	@if [ "$$(id -u)" = 0 ] && ! { command -v etcd && command -v redis-server; } >/dev/null; then \
 	  apt-get update -qq && apt-get install -y -qq etcd-server redis-server >/dev/null; fi
+	@if [ "$$(id -u)" = 0 ] && ! { command -v $(BIN)/nats-server || command -v nats-server; } >/dev/null; then \
+	  apt-get update -qq && apt-get install -y -qq nats-server >/dev/null; fi
 	@$(BIN)/python -m bench $(ONLY)
 
 clean:

@@ -11,13 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import checkpoints, handover, launches, leases, scaling, training, workers
-from bench.measure import progress, show
+from bench import checkpoints, handover, launches, leases, queues, scaling, training, workers
+from bench.measure import MOST_WAITING_PERCENT, NOT_ALONE, progress, show, waited_s
 from sublet.ledger.sqlite import file_system_of, library_version
 
-MOST_WAITING_PERCENT = 3.0
 SUITES = {
     "leases": leases.run,
+    "queues": queues.run,
     "scaling": scaling.run,
     "handover": handover.run,
     "launches": launches.run,
@@ -25,11 +25,6 @@ SUITES = {
     "checkpoints": checkpoints.run,
     "training": training.run,
 }
-
-
-def _waited_s() -> float:
-    """How long the main thread was ready to run and had no CPU. A load from outside shows here and nowhere else."""
-    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def main() -> int:
@@ -55,7 +50,7 @@ def main() -> int:
         "sqlite": ".".join(map(str, library_version())),
         "file_system": kind,
     }
-    began, waited = time.monotonic(), _waited_s()
+    began, waited = time.monotonic(), waited_s()
     try:
         sections = [
             section for name, run in SUITES.items() if wanted.only in (None, name) for section in run(place)
@@ -63,14 +58,12 @@ def main() -> int:
     finally:
         shutil.rmtree(place, ignore_errors=True)
     took = time.monotonic() - began
-    waiting_percent = machine["waited_for_cpu_percent"] = round(100 * (_waited_s() - waited) / took, 1)
+    waiting_percent = machine["waited_for_cpu_percent"] = round(100 * (waited_s() - waited) / took, 1)
     progress(f"took {took:.0f} s")
     print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items()))
     print("Medians of interleaved rounds; a ratio is the median of the rounds' ratios.\n")
     if waiting_percent > MOST_WAITING_PERCENT:
-        print(
-            "OTHERS USED THE CPU: this process often waited for one. Subjects suffer unequally: do not quote this run.\n"
-        )
+        print(f"{NOT_ALONE}\n")
     show(sections)
     if wanted.json:
         wanted.json.write_text(

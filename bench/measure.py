@@ -13,10 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 ROUNDS = 7
 TURNS = 2
 TURN_S = 0.22
+MOST_WAITING_PERCENT = 3.0
+NOT_ALONE = "OTHERS USED THE CPU: this process often waited for one. Subjects suffer unequally: do not quote this run."
 SETTLE_S = 0.03  # what the last subject left to its background threads should not be paid by the next
 
 
@@ -85,6 +88,11 @@ def interleave(
         for name in rates:
             rates[name].append(done[name] / spent[name])
     return rates
+
+
+def waited_s() -> float:
+    """How long the main thread was ready to run and had no CPU. A load from outside shows here and nowhere else."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:

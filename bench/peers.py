@@ -39,7 +39,7 @@ class NotInstalled(Exception):
     """Says what to install."""
 
 
-def _program(name: str, package: str) -> str:
+def program(name: str, package: str) -> str:
     found = shutil.which(name)
     if found is None:
         raise NotInstalled(f"not installed: apt-get install {package}")
@@ -51,7 +51,7 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _served(command: list[str], ready: Callable[[], bool]) -> Iterator[None]:
+def served(command: list[str], ready: Callable[[], bool]) -> Iterator[None]:
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -75,7 +75,7 @@ def _served(command: list[str], ready: Callable[[], bool]) -> Iterator[None]:
             server.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Held all at once, so that they differ."""
     with contextlib.ExitStack() as stack:
         ports = []
@@ -86,7 +86,7 @@ def _free_ports(count: int) -> list[int]:
         return ports
 
 
-def _folder(place: Path, name: str) -> Path:
+def folder_for(place: Path, name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=place))
 
 
@@ -96,11 +96,11 @@ def _folder(place: Path, name: str) -> Path:
 @contextlib.contextmanager
 def etcd(place: Path) -> Iterator[tuple[Subject, str]]:
     """Grant, put under the lease, keep alive, revoke: three operations, four requests."""
-    program = _program("etcd", "etcd-server")
-    client, peer = (f"127.0.0.1:{port}" for port in _free_ports(2))
-    data = _folder(place, "etcd")
+    server = program("etcd", "etcd-server")
+    client, peer = (f"127.0.0.1:{port}" for port in free_ports(2))
+    data = folder_for(place, "etcd")
     command = [
-        program,
+        server,
         f"--data-dir={data}",
         f"--listen-client-urls=http://{client}",
         f"--advertise-client-urls=http://{client}",
@@ -108,7 +108,7 @@ def etcd(place: Path) -> Iterator[tuple[Subject, str]]:
         f"--initial-advertise-peer-urls=http://{peer}",
         f"--initial-cluster=default=http://{peer}",
     ]
-    with _served(command, lambda: _etcd_healthy(client)), _etcd_client(client) as (cycle, how):
+    with served(command, lambda: _etcd_healthy(client)), _etcd_client(client) as (cycle, how):
         yield Subject("etcd", cycle, ops=3), how
 
 
@@ -247,17 +247,17 @@ _DELETE = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('del',KE
 @contextlib.contextmanager
 def redis(place: Path, *, durable: bool) -> Iterator[tuple[Subject, str]]:
     """SET NX PX, a scripted renewal, a scripted delete."""
-    program = _program("redis-server", "redis-server")
+    server = program("redis-server", "redis-server")
     try:
         import redis as client
         from redis.utils import HIREDIS_AVAILABLE
     except ImportError:
         raise NotInstalled("not installed: pip install redis") from None
-    folder = _folder(place, "redis")
+    folder = folder_for(place, "redis")
     path = folder / "socket"
-    command = [program, "--port", "0", "--unixsocket", str(path), "--dir", str(folder), "--save", ""]
+    command = [server, "--port", "0", "--unixsocket", str(path), "--dir", str(folder), "--save", ""]
     command += ["--appendonly", "yes", "--appendfsync", "always"] if durable else ["--appendonly", "no"]
-    with _served(command, path.exists):
+    with served(command, path.exists):
         connection = client.Redis(unix_socket_path=str(path))
         renew, delete = connection.register_script(_RENEW), connection.register_script(_DELETE)
         numbers = itertools.count(1)

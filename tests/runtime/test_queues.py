@@ -147,6 +147,22 @@ def test_it_is_extended_while_it_is_worked_on(new: Callable[..., Queue]) -> None
     assert next(iter(mine.results())).delivery == 1
 
 
+def test_one_that_is_due_soon_is_extended_although_another_is_due_late(new: Callable[..., Queue]) -> None:
+    """S6: what extends sleeps until the first is due; one that is due before that wakes it."""
+    mine, other = new(), new()
+    mine.publish(["long", "short"])
+    (long,) = mine.take(1, visibility_us=600_000_000)
+    time.sleep(0.3)  # by now it sleeps, and a test that comes too early only tests less
+    (short,) = mine.take(1, visibility_us=300_000)
+    until = time.monotonic() + 1.2
+    while time.monotonic() < until:
+        assert other.take(1) == []
+        time.sleep(0.05)
+    for item in (long, short):
+        item.complete(item.body)
+    assert [(r.value, r.delivery) for r in mine.results()] == [("long", 1), ("short", 1)]
+
+
 def test_one_that_was_stopped_past_its_visibility_is_refused_and_counted(
     new: Callable[..., Queue], settings: Settings, tmp_path: Path
 ) -> None:

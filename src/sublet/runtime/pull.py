@@ -25,6 +25,8 @@ from sublet.ports.items import Delivery
 
 #: A visibility is extended so many times before it would run out.
 EXTENSIONS = 3
+#: So long nothing is held before the thread that extends ends.
+IDLE_US = 5_000_000
 
 
 class Desk(Protocol):
@@ -130,6 +132,7 @@ class Held:
         self._name = name
         self._items: dict[tuple[int, int], Item] = {}
         self._due_us: dict[tuple[int, int], int] = {}
+        self._wakes_us = 0  # when the thread looks again by itself
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -148,16 +151,20 @@ class Held:
     def add(self, items: Iterable[Item]) -> None:
         now = self._clock.monotonic_us()
         with self._changed:
+            due_us = self._wakes_us
             for item in items:
                 at = (item.id, item.delivery)
                 self._items[at] = item
                 self._due_us[at] = now + item.visibility_us // EXTENSIONS
+                due_us = min(due_us, self._due_us[at])
             if self._items and self._thread is None:
                 self._thread = threading.Thread(
                     target=self._keep, name=f"sublet-visibility-{self._name}", daemon=True
                 )
                 self._thread.start()
-            self._changed.notify()
+            elif due_us < self._wakes_us:
+                # Only then: waking a thread costs more than pulling an item, and most items are done long before they are due.
+                self._changed.notify()
 
     def remove(self, items: Iterable[Item]) -> None:
         with self._changed:
@@ -166,15 +173,18 @@ class Held:
                 self._due_us.pop((item.id, item.delivery), None)
 
     def _keep(self) -> None:
+        left_alone = False
         while True:
             with self._changed:
-                # A moment later there may be more; a queue that is left alone keeps no thread.
-                if not self._items and not self._changed.wait_for(lambda: self._items, 5):
+                now = self._clock.monotonic_us()
+                if not self._items and left_alone:
+                    # A moment later there may be more; a queue that is left alone keeps no thread.
                     self._thread = None
                     return
-                now = self._clock.monotonic_us()
-                next_us = min(self._due_us.values())
+                left_alone = not self._items
+                next_us = min(self._due_us.values(), default=now + IDLE_US)
                 if next_us > now:
+                    self._wakes_us = next_us
                     self._changed.wait((next_us - now) / 1e6)
                     continue
                 # All of one visibility together: one transaction for them, whenever they were pulled.
