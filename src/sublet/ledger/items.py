@@ -9,7 +9,6 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -37,7 +36,7 @@ from sublet.failpoints import failpoint
 from sublet.ledger.credentials import proves
 from sublet.ledger.queues import by_id
 from sublet.ledger.rows import LEASE_BY_ID, lease_of
-from sublet.ledger.tx import Tx, write_main, write_strand
+from sublet.ledger.tx import Row, Tx, write_main, write_strand
 from sublet.ports.items import Delivery, Published
 from sublet.ports.ledger import LeaseKey
 from sublet.ports.topics import queue_topic
@@ -53,20 +52,37 @@ _DONE = (
 _ITEM = "SELECT id, state, delivery, owner, place, failures, losses FROM item WHERE id = ? AND queue = ?"
 
 
-@dataclass(slots=True)
 class _Desk:
-    """A clerk's row, locked, with what it needs to know of its queue."""
+    """A clerk's row, with what it needs to know of its queue. Made for every verb, so what few of them want is read when they do."""
 
-    clerk: int
-    tenant: str
-    queue: int
-    name: str
-    paused: bool
-    terms: Terms
-    batch: int
-    batch_new: int
-    tempo: Tempo
-    end: StrandEnd
+    __slots__ = ("_row", "batch", "batch_new", "clerk", "end", "name", "paused", "queue", "tenant")
+
+    def __init__(self, clerk: int, row: Row) -> None:
+        self.clerk = clerk
+        self._row = row
+        self.tenant, self.queue, self.name = row[:3]
+        self.paused = bool(row[3])
+        self.batch, self.batch_new = row[9:11]
+        self.end = StrandEnd(row[14], row[15])
+
+    @property
+    def concurrency(self) -> int:
+        return int(self._row[8])
+
+    @property
+    def terms(self) -> Terms:
+        _, _, _, _, visibility_us, tries, losses, backoff_us, concurrency, *_ = self._row
+        return Terms(
+            visibility_us=visibility_us,
+            tries=tries,
+            losses=losses,
+            backoff_us=backoff_us,
+            concurrency=concurrency,
+        )
+
+    @property
+    def tempo(self) -> Tempo:
+        return Tempo(*self._row[11:14])
 
     def tell(self, tx: Tx, kind: str, body: dict[str, object]) -> None:
         self.end = write_strand(tx, clerk_strand(self.clerk), self.end, kind, self.tenant, self.name, body)
@@ -91,23 +107,10 @@ _DESK = (
 
 
 def _desk(tx: Tx, clerk: int, *, lock: bool) -> _Desk | NotFound:
-    if lock:
-        tx.locked("SELECT id FROM clerk WHERE id = ?", clerk)
-    row = tx.row(_DESK, clerk)
+    row = tx.locked(_DESK, clerk, of="c") if lock else tx.row(_DESK, clerk)
     if row is None:
         return NotFound(f"there is no clerk {clerk}", remedy="open the queue again with sublet.queue(...)")
-    return _Desk(
-        clerk,
-        row[0],
-        row[1],
-        row[2],
-        bool(row[3]),
-        Terms(visibility_us=row[4], tries=row[5], losses=row[6], backoff_us=row[7], concurrency=row[8]),
-        row[9],
-        row[10],
-        Tempo(*row[11:14]),
-        StrandEnd(row[14], row[15]),
-    )
+    return _Desk(clerk, row)
 
 
 def _item(tx: Tx, queue: int, item: int) -> Item | None:
@@ -206,16 +209,16 @@ def pull(
         _return_unknown(tx, desk, set(holding))
     if desk.paused:
         return []
-    if desk.terms.concurrency:
+    if desk.concurrency:
         # Counted under the queue's lock: two that pull at once must not both see the last place free.
         tx.locked("SELECT id FROM queue WHERE id = ?", desk.queue)
-    bring_back(tx, desk.queue, desk.terms, clerk)
-    if desk.terms.concurrency:
+    bring_back(tx, desk)
+    if desk.concurrency:
         row = tx.row(
             "SELECT count(*) FROM item WHERE queue = ? AND state IN ('delayed', 'leased') AND state = 'leased'",
             desk.queue,
         )
-        most = min(most, desk.terms.concurrency - (row[0] if row else 0))
+        most = min(most, desk.concurrency - (row[0] if row else 0))
     if most <= 0:
         return []
     found = tx.free_rows(
@@ -233,13 +236,13 @@ def pull(
     return [Delivery(row[0], row[1] or "", *row[2:]) for row in found]
 
 
-def bring_back(tx: Tx, queue: int, terms: Terms, clerk: int) -> None:
+def bring_back(tx: Tx, desk: _Desk) -> None:
     """What was delayed and is due, and what was handed out to somebody who has said nothing since."""
     now = tx.now
     due = tx.free_rows(
         "SELECT id, state, delivery, owner, place, failures, losses FROM item WHERE queue = ? AND "
         "state IN ('delayed', 'leased') AND visible_at <= ? ORDER BY visible_at LIMIT ?",
-        queue,
+        desk.queue,
         now,
         MOST_BROUGHT_BACK,
     )
@@ -250,10 +253,10 @@ def bring_back(tx: Tx, queue: int, terms: Terms, clerk: int) -> None:
         "UPDATE item SET state = 'ready' WHERE id = ?",
         [(item.id,) for item in items if item.state is ItemState.DELAYED],
     )
-    _lose(tx, queue, terms, clerk, [item for item in items if item.state is ItemState.LEASED])
+    _lose(tx, desk.terms, desk.clerk, [item for item in items if item.state is ItemState.LEASED])
 
 
-def _lose(tx: Tx, queue: int, terms: Terms, teller: int, items: Sequence[Item]) -> None:
+def _lose(tx: Tx, terms: Terms, teller: int, items: Sequence[Item]) -> None:
     """Their clerks are lost. Who died of it is told in the journal by whoever noticed."""
     now = tx.now
     dead: list[Item] = []
@@ -431,7 +434,7 @@ def end_clerk(tx: Tx, clerk: int) -> int | SubletError:
         desk.queue,
         clerk,
     )
-    _lose(tx, desk.queue, desk.terms, clerk, [_item_of(row) for row in rows])
+    _lose(tx, desk.terms, clerk, [_item_of(row) for row in rows])
     if rows:
         tx.rings.add(queue_topic(desk.queue))
     return len(rows)

@@ -94,8 +94,8 @@ class PostgresTx:
             cursor.itersize = STREAMED_ROWS
             yield from cursor.execute(_placed(sql), params)
 
-    def locked(self, sql: str, *params: object) -> Row | None:
-        found = self.row(f"{sql} FOR UPDATE", *params)
+    def locked(self, sql: str, *params: object, of: str = "") -> Row | None:
+        found = self.row(f"{sql} FOR UPDATE{of and f' OF {of}'}", *params)
         if self._now is not None and not self._wrote:
             # It may have waited for this lock: the time known before is a time in the past. Once a transaction writes, its
             # time stands still.

@@ -220,7 +220,9 @@ class SqliteTx:
     def row(self, sql: str, *params: Any) -> Row | None:
         return self._execute(sql, params).fetchone()
 
-    locked = row
+    def locked(self, sql: str, *params: Any, of: str = "") -> Row | None:
+        return self._execute(sql, params).fetchone()
+
     free_rows = rows
 
     def stream(self, sql: str, *params: Any) -> Iterator[Row]:
@@ -231,6 +233,8 @@ class SqliteTx:
         return self._db.changes()
 
     def run_all(self, sql: str, rows: Sequence[Sequence[Any]]) -> bool:
+        if len(rows) == 1:
+            return self.run(sql, *rows[0]) == 1
         # Asking each statement what it changed, by RETURNING, costs five times as much as the change.
         self._execute("SAVEPOINT run_all")
         try:

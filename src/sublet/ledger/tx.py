@@ -74,8 +74,8 @@ class Tx(Protocol):
     def run_all(self, sql: str, rows: Sequence[Sequence[object]]) -> bool:
         """The same statement for each row of values. False, and nothing is changed, unless each changed one row."""
 
-    def locked(self, sql: str, *params: object) -> Row | None:
-        """The row, locked until the end of the transaction."""
+    def locked(self, sql: str, *params: object, of: str = "") -> Row | None:
+        """The row, locked until the end of the transaction; of a join, `of` names the table whose row that is."""
 
     def free_rows(self, sql: str, *params: object) -> list[Row]:
         """Rows, locked; those somebody else has locked are left out."""
