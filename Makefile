@@ -66,7 +66,7 @@ proof: $(VENV)/.dev ## the long storms
 	@SUBLET_BLOCK_FLIPS=$${SUBLET_BLOCK_FLIPS:-10000} SUBLET_BLOCK_CRASHES=$${SUBLET_BLOCK_CRASHES:-8000} \
 	  SUBLET_CODEC_MUTATIONS=$${SUBLET_CODEC_MUTATIONS:-10000} SUBLET_BLOCK_SYSCALLS=$${SUBLET_BLOCK_SYSCALLS:-1000} \
 	  $(BIN)/pytest --timeout 900 tests/store/test_regions.py tests/store/test_codec.py tests/runtime/test_durable.py
-	@SUBLET_MORE_EXAMPLES=$${SUBLET_MORE_EXAMPLES:-30} $(BIN)/pytest --timeout 1800 tests/core tests/drivers/test_leaks.py tests/drivers/test_contract.py \
+	@SUBLET_MORE_EXAMPLES=$${SUBLET_MORE_EXAMPLES:-30} $(BIN)/pytest --timeout 1800 tests/core tests/drivers/test_leaks.py tests/drivers/test_contract.py tests/drivers/test_selftest.py \
 	  tests/store/test_tree.py tests/ledger/test_sql_equals_core.py tests/ledger/test_model.py \
 	  tests/ledger/test_postgres_engine.py::test_hot_verbs_equal_the_generic_ones
 	@SUBLET_SWEEP_EXAMPLES=$${SUBLET_SWEEP_EXAMPLES:-400} SUBLET_SWEEP_STORM_SECONDS=$${SUBLET_SWEEP_STORM_SECONDS:-120} \

@@ -3,10 +3,12 @@
 `Forked(command, …)` is `subprocess.Popen` and `run(command, …)` is `subprocess.run` with its output captured, for commands that are
 `[sys.executable, "-c", code, …]` or `[sys.executable, "-m", module, …]`: its own pid, environment, folder and streams, killed and waited for as
 usual, ended as an interpreter ends. What differs: its parent is the process it was forked from, its modules are there already, and
-PYTHONPATH counts only for its children. Tests of a start itself, of `exec` or of a parent use `subprocess`.
+PYTHONPATH counts only for its children. Tests of a start itself, of `exec` or of a parent use `subprocess`. `spawn_detached` is
+`sublet.hosting.detached`'s for wardens and zygotes, whose start is most of what many a test would cost; every forked process has it.
 
 Rules of this file:
 - The process that is forked runs nothing but imports, has one thread, and leaves with the one that started it.
+- It has no torch unless the command says so: with torch, a fork takes five times as long.
 - A child ends as an interpreter does: threads waited for, exit functions run, its own objects let go, streams flushed.
 """
 
@@ -18,6 +20,7 @@ import gc
 import json
 import os
 import random
+import re
 import runpy
 import select
 import signal
@@ -27,68 +30,109 @@ import subprocess
 import sys
 import threading
 import types
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sublet.hosting.detached import spawn_detached as _started_detached
+
 ROOT = Path(__file__).parents[1]
 #: Imported ahead, where it is there.
 MODULES = (
     "numpy",
-    "torch",
     "psycopg",
-    "safetensors.torch",
     "sublet",
     "sublet.cli.main",
     *(f"sublet.cli.{p.stem}" for p in sorted((ROOT / "src" / "sublet" / "cli").glob("[a-z]*.py"))),
     *(f"sublet.ledger.{p.stem}" for p in sorted((ROOT / "src" / "sublet" / "ledger").glob("[a-z]*.py"))),
     *(f"sublet.store.{p.stem}" for p in sorted((ROOT / "src" / "sublet" / "store").glob("[a-z]*.py"))),
     "sublet.testing.clock",
-    "sublet.drivers.host",
+    *(f"sublet.drivers.{name}" for name in ("cuda", "host", "opencl", "opening", "remote", "session")),
+    "sublet.hosting.zygote",
+    *(f"sublet.notices.{p.stem}" for p in sorted((ROOT / "src" / "sublet" / "notices").glob("[a-z]*.py"))),
 )
+WITH_TORCH = (
+    *MODULES,
+    "torch",
+    "torch._dynamo",  # an optimizer imports it with its first step
+    "torch.distributed",
+    "torch.nn.parallel",
+    "safetensors.torch",
+    "tests.training.jobs",
+    "tests.training.test_shim",
+)
+WITH_TRAINERS = (
+    *WITH_TORCH,
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "tests.training.hf_jobs",
+    "lightning.pytorch",
+    "tests.training.lightning_jobs",
+)
+WITH_CUDA = ("sublet", "sublet.drivers.cuda", "sublet.drivers.session", "sublet.drivers.selftest")
 _LIMIT = 1 << 18
-_START = "import sys; from tests.forked import serve, become; become(serve(int(sys.argv[1]), sys.argv[2:]))"
+_START = "import sys; from tests.forked import serve, become; become(serve(int(sys.argv[1]), *sys.argv[2:]))"
+#: In a command, or a program: that it will import them.
+_TORCH = r"torch|\.(pt|safetensors)$"
+_TRAINERS = r"import (lightning|transformers)|from transformers"
+#: What a process makes of these is decided when it starts.
+_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "PYTHONWARNINGS")
 
 
 # --- in the process that is forked ---------------------------------------------------------------------------
 
 
-def serve(number: int, modules: Sequence[str]) -> dict[str, Any]:
-    """Returns in a child only."""
+def serve(number: int, address: str, *modules: str) -> dict[str, Any]:
+    """Returns in a child only. Asked by the tests through the socket, and by other children at the address."""
     for name in modules:
         with contextlib.suppress(ImportError):
             import_module(name)
+    if "sublet.plugins" in sys.modules:
+        sys.modules["sublet.plugins"].installed("sublet.ledgers")  # read once, for all of them
     gc.collect()
     gc.freeze()
     link = socket.socket(fileno=number)
+    children = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    children.bind("\0" + address)
+    children.listen(100)
     wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who were started
     tellers: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([link, wake], [], [])
+        ready, _, _ = select.select([link, wake, children], [], [])
         if wake in ready:
             os.read(wake, 1000)
         _reap(tellers)
-        if link not in ready:
+        if link in ready:
+            data, fds, _, _ = socket.recv_fds(link, _LIMIT, 4)
+            if not data:
+                os._exit(0)
+        elif children in ready:
+            asking, _ = children.accept()
+            with asking:
+                data, fds, _, _ = socket.recv_fds(asking, _LIMIT, 4)
+            if len(fds) != 4:
+                continue  # killed between the two
+        else:
             continue
-        data, fds, _, _ = socket.recv_fds(link, _LIMIT, 4)
-        if not data:
-            os._exit(0)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for fd in (wake, woken, fds[3], *tellers.values()):
                 os.close(fd)
             link.close()
+            children.close()
             asked = json.loads(data)
             return {**asked, "fds": fds[:3]}
         for fd in fds[:3]:
             os.close(fd)
         tellers[pid] = fds[3]
-        os.write(fds[3], struct.pack("<i", pid))
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fds[3], struct.pack("<i", pid))
 
 
 def _reap(tellers: dict[int, int]) -> None:
@@ -128,6 +172,10 @@ def become(asked: dict[str, Any]) -> None:
     from sublet import failpoints
 
     failpoints.arm_from_environment()
+    global _plain, _at_start
+    _plain, _at_start = asked["plain"], asked["at_start"]
+    for module in [m for m in sys.modules.values() if vars(m).get("spawn_detached") is _started_detached]:
+        module.spawn_detached = spawn_detached  # type: ignore[attr-defined]
     sys.argv = [how, *args]
     sys.path.insert(0, "" if how == "-c" else asked["cwd"])
     main = types.ModuleType("__main__")
@@ -156,30 +204,39 @@ def _end(main: types.ModuleType, status: object) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     main.__dict__.clear()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
+    try:
+        with contextlib.suppress(ValueError):  # closed by the program
+            sys.stdout.flush()
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        status = 120
     os._exit(status & 255 if isinstance(status, int) else int(status is not None))
 
 
 # --- in the tests --------------------------------------------------------------------------------------------
 
 
-class _Origin:
-    """One process to fork from, started when it is first needed."""
+class Origin:
+    """One process to fork from."""
 
-    def __init__(self, modules: Iterable[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, modules: Iterable[str], **environment: str) -> None:
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
+        self.address = f"sublet-tests-{uuid.uuid4().hex}"
         self.started_by = os.getpid()
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno()), *modules],
+            [sys.executable, "-c", _START, str(theirs.fileno()), self.address, *modules],
             env={**os.environ, **environment, "PYTHONPATH": path, "SUBLET_FAILPOINTS": ""},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             cwd="/",
         )
         theirs.close()
+
+    def ask(self, data: bytes, fds: Sequence[int]) -> None:
+        socket.send_fds(self.link, [data], fds)
 
     def end(self) -> None:
         """Told by the socket's end, whoever else has inherited it."""
@@ -192,7 +249,23 @@ class _Origin:
             self.process.wait()
 
 
-_origins: dict[str, _Origin] = {}
+class _Elsewhere:
+    """The tests' own, asked by one that was forked."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def ask(self, data: bytes, fds: Sequence[int]) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.connect("\0" + self.address)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
+            socket.send_fds(link, [data], fds)
+
+
+#: In a process that was forked: where the tests' plain one is asked.
+_plain = ""
+_at_start = {name: os.environ.get(name, "") for name in _AT_START}
+_origins: dict[Any, Origin] = {}
 _starting = threading.Lock()
 
 
@@ -203,22 +276,40 @@ def _end_all() -> None:
             origin.end()
 
 
-def _origin(libraries: str) -> _Origin:
+def _origin(modules: Sequence[str], **environment: str) -> Origin:
+    key = (modules, tuple(environment.items()))
     with _starting:
-        found = _origins.get(libraries)
-        if found is None or found.process.poll() is not None:
-            # What is found through LD_LIBRARY_PATH is decided when a process starts.
-            if libraries:
-                more = ("sublet.drivers.cuda", "sublet.drivers.session", "sublet.drivers.selftest")
-                found = _Origin(("sublet", *more), {"LD_LIBRARY_PATH": libraries})
-            else:
-                found = _Origin(MODULES, {})
-            _origins[libraries] = found
+        found = _origins.get(key)
+        if found is None or (found.started_by == os.getpid() and found.process.poll() is not None):
+            found = _origins[key] = Origin(modules, **environment)
         return found
 
 
+def plain() -> Origin:
+    return _origin(MODULES)
+
+
+def with_torch() -> Origin:
+    """Of one thread, for those that torch starts are not there in a child."""
+    return _origin(WITH_TORCH, OMP_NUM_THREADS="1")
+
+
+def with_trainers() -> Origin:
+    return _origin(WITH_TRAINERS, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+
+
+def warm() -> None:
+    """Start the plain one, before whoever forks this process needs it."""
+    if not _plain:
+        plain()
+
+
 class Forked(subprocess.Popen[str]):
-    """Implements what `subprocess.Popen` does on POSIX, by asking the origin instead of by `exec`."""
+    """Implements what `subprocess.Popen` does on POSIX, by asking an origin instead of by `exec`."""
+
+    def __init__(self, args: Sequence[str], *, origin: Origin | None = None, **options: Any) -> None:
+        self._from = origin
+        super().__init__(args, **options)
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
         _, _, _, _, cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:15]
@@ -228,19 +319,34 @@ class Forked(subprocess.Popen[str]):
         assert words[0] in ("-c", "-m"), command
         assert not shell
         environment = dict(os.environ if env is None else env)
+        libraries = environment.get("LD_LIBRARY_PATH", "")
+        bare = _Elsewhere(_plain) if _plain else plain()
+        origin: Origin | _Elsewhere
+        if self._from is not None:
+            origin = self._from
+        elif _plain:
+            origin = bare
+        elif libraries != _at_start["LD_LIBRARY_PATH"]:
+            origin = _origin(WITH_CUDA, LD_LIBRARY_PATH=libraries)
+        elif any(re.search(_TRAINERS, word) for word in words):
+            origin = with_trainers()
+        elif any(re.search(_TORCH, word) for word in words):
+            origin = with_torch()
+        else:
+            origin = bare
         asked = {
             "command": command,
             "cwd": os.fspath(cwd or Path.cwd()),
             "env": environment,
             "session": bool(rest[20]),
             "interruptible": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
+            "plain": bare.address,
+            "at_start": _at_start,
         }
         self._told, teller = os.pipe2(os.O_CLOEXEC)
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-        libraries = environment.get("LD_LIBRARY_PATH", "")
-        own = libraries if libraries != os.environ.get("LD_LIBRARY_PATH", "") else ""
         try:
-            socket.send_fds(_origin(own).link, [json.dumps(asked).encode()], [*streams, teller])
+            origin.ask(json.dumps(asked).encode(), [*streams, teller])
         finally:
             os.close(teller)
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -265,10 +371,36 @@ class Forked(subprocess.Popen[str]):
             return 0, 0
         return self.pid, self._status()
 
+    def leave(self) -> int:
+        """To itself: nobody will wait for it. Its pid."""
+        os.close(self._told)
+        self.returncode = 0
+        return self.pid
+
+
+def spawn_detached(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, folder: str = "/"
+) -> int:
+    """In a session of its own, and not in our tree."""
+    if any(environment.get(name, "") != value for name, value in _at_start.items()):
+        return _started_detached(command, environment, log, folder)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as lines:
+        return Forked(
+            command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=lines,
+            stderr=lines,
+            start_new_session=True,
+        ).leave()
+
 
 def run(
     command: Sequence[str],
     *,
+    origin: Origin | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float | None = None,
@@ -276,7 +408,14 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     pipe = subprocess.PIPE
     with Forked(
-        command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        command,
+        origin=origin,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     ) as child:
         try:
             out, error = child.communicate(timeout=timeout)

@@ -11,6 +11,7 @@ import pytest
 
 import sublet
 from sublet.drivers.opencl import _installed
+from tests import forked
 from tests.conftest import need
 from tests.drivers import ptx
 from tests.drivers.cuda_shim import Shim, assemble, shim_fixture, shim_libraries_fixture  # noqa: F401
@@ -20,9 +21,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run_example(name: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, env=environment
-    )
+    path = EXAMPLES / name
+    code = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    origin = forked.with_torch() if "import torch" in path.read_text() else None
+    return forked.run([sys.executable, "-c", code], origin=origin, env=environment)
 
 
 @pytest.mark.parametrize("devices", ["host:1x1GiB", "opencl:all", "cuda:all"])
@@ -90,7 +92,8 @@ def test_recipe_52_training_step(devices: str, sqlite_home: Home) -> None:  # no
 
 
 def test_gke_spot_training(sqlite_home: Home) -> None:  # noqa: F811
-    done = run_example("gke_spot_training.py", sqlite_home.environment)
+    # A pod that is killed has said what it said: into a pipe it would not be written at once.
+    done = run_example("gke_spot_training.py", sqlite_home.environment | {"PYTHONUNBUFFERED": "1"})
     assert done.returncode == 0, done.stderr
     assert "the pod left with exit code 85" in done.stdout
     assert done.stdout.count("mail sent, with the key spot-training#half-way-mail") in (1, 2)

@@ -20,6 +20,7 @@ PROGRAMS = {
     "thread": "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
     "at exit": "import atexit; atexit.register(print, 'bye'); print('hello')",
     "let go": "class A:\n  def __del__(self): print('gone')\na = A()",
+    "unread": "import os; r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w); print('x')",
     "unflushed": "import sys; sys.stdout.write('half a line')",
     "killed": "import os, signal; print('x', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
     "interrupted": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
@@ -82,7 +83,7 @@ def test_it_leaves_with_whoever_started_it() -> None:
     code = (
         "import sys; from tests import forked\n"
         "forked.run([sys.executable, '-c', 'pass'])\n"
-        "print(forked._origins[''].process.pid, flush=True)\n"
+        "print(forked.plain().process.pid, flush=True)\n"
         "import os; os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run(

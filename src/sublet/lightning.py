@@ -142,7 +142,8 @@ class SubletCallback(_Callback):  # type: ignore[misc]
         begun = self.run.step if not self.run._iterating else self.run.step + 1
         if self._steps is not None and trainer.global_step >= begun:
             next(self._steps, None)
-            if self.run.should_stop:
+            # A notice that has just come counts before the next step. Told to stop, the Trainer would take this epoch for a whole one.
+            if self.run.should_stop and self.run.notice is None:
                 trainer.should_stop = True
 
     def on_train_batch_end(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import apsw
 import pytest
 
 from sublet.wiring import checkpoints
+from tests import forked
 from tests.cli.test_commands import as_json, home, sublet  # noqa: F401
 from tests.runtime.conftest import Home, sqlite_home  # noqa: F401
 
@@ -28,14 +28,7 @@ for end in map(int, sys.argv[1:]):
 
 
 def train(home: Home, *ends: int) -> None:  # noqa: F811
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, *map(str, ends)],
-        env=home.environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    forked.run([sys.executable, "-c", JOB, *map(str, ends)], env=home.environment, timeout=60, check=True)
 
 
 def edit(home: Home, sql: str) -> None:  # noqa: F811

@@ -16,8 +16,11 @@ from tests import forked
 from tests.runtime.conftest import Home, sqlite_home, wait_until  # noqa: F401
 
 
-def sublet(home: Home, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return forked.run([sys.executable, "-m", "sublet", *args], env=home.environment | environment, timeout=60)
+def sublet(
+    home: Home, *args: str, timeout: float = 60, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sublet", *args]
+    return forked.run(command, env=home.environment | environment, timeout=timeout)
 
 
 def as_json(home: Home, *args: str):
@@ -330,7 +333,7 @@ def test_help_and_import_load_no_heavy_module() -> None:
 
 
 def test_the_demo_proves_its_claim(home: Home) -> None:
-    done = sublet(home, "demo", "--seed", "7")
+    done = sublet(home, "demo", "--seed", "7", timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("  yes") == 6
     assert "  NO" not in done.stdout

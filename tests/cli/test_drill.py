@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sublet import inside
+from tests import forked
 from tests.cli.test_commands import home  # noqa: F401
 from tests.runtime.conftest import Home, sqlite_home  # noqa: F401
 
@@ -35,11 +36,9 @@ for step in run.steps(STEPS):
 
 
 def drill(home: Home, command: list[str], *options: str) -> subprocess.CompletedProcess[str]:  # noqa: F811
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "sublet", "drill", *options, "--", *command],
         env=home.environment,
-        capture_output=True,
-        text=True,
         timeout=170 + 20 * KILLS,
     )
 
@@ -74,7 +73,7 @@ def test_a_run_that_resumes_exactly_passes_every_kind_of_loss(home: Home, tmp_pa
         "SUBLET_LEDGER": f"sqlite:{kept}/disturbed/home/ledger.db",
     }
     audit = [sys.executable, "-m", "sublet", "audit", "toy", "--no-store"]
-    assert subprocess.run(audit, env=scratch, capture_output=True, check=False).returncode == 0
+    assert forked.run(audit, env=scratch).returncode == 0
 
 
 @pytest.mark.parametrize(

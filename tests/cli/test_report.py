@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from sublet.cli.report import report
 from sublet.core.errors import BadInput
 from sublet.core.lease import EndReason
 from sublet.wiring import open_ledger
+from tests import forked
 from tests.cli.test_commands import as_json, home, sublet  # noqa: F401
 from tests.runtime.conftest import Home, sqlite_home, wait_until  # noqa: F401
 
@@ -31,14 +31,14 @@ PARTS = ["useful_gpu_us", "overhead_gpu_us", "wasted_gpu_us", "open_gpu_us", "ot
 @pytest.fixture
 def lost(home: Home) -> Home:  # noqa: F811
     """One run that was killed, one that finished, and a lease nobody committed under."""
-    first = subprocess.Popen([sys.executable, "-c", JOB, "100000"], env=home.environment)
+    first = forked.Forked([sys.executable, "-c", JOB, "100000"], env=home.environment)
     ledger = open_ledger(home.settings)
     wait_until(lambda: (head := ledger.head("toy")) is not None and head.version >= 3)
     first.kill()
     first.wait()
     wait_until(lambda: not ledger.leases())
     steps = ledger.head("toy").step + 6
-    subprocess.run([sys.executable, "-c", JOB, str(steps)], env=home.environment, check=True)
+    forked.run([sys.executable, "-c", JOB, str(steps)], env=home.environment, check=True)
     as_json(home, "lease", "acquire", "--vram", "1GiB", "--job", "cell", "--ttl", "1m")
     return home
 
@@ -75,7 +75,7 @@ def test_what_was_held_is_accounted_for(lost: Home) -> None:
 
 
 def test_a_revoked_lease_is_refunded_since_its_last_commit(home: Home) -> None:  # noqa: F811
-    run = subprocess.Popen([sys.executable, "-c", JOB, "100000"], env=home.environment)
+    run = forked.Forked([sys.executable, "-c", JOB, "100000"], env=home.environment)
     ledger = open_ledger(home.settings)
     wait_until(lambda: (head := ledger.head("toy")) is not None and head.version >= 2)
     (held,) = ledger.leases()

@@ -20,6 +20,7 @@ import pytest
 
 from sublet.core.lease import EndReason, LeaseState
 from sublet.runs import RunFolder, find_run, prune, runs_folder
+from tests.forked import Forked
 from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
 from tests.runtime.runs import SCRIPT, SUBLET, Runs, runs_in
 
@@ -239,7 +240,7 @@ def test_a_detached_run_is_followed_over_a_requeue_to_its_exit_code(runs: Runs) 
     done = runs.quick("run", "-d", "--name", "fol/low", "--", sys.executable, "-c", _dedented(code))
     run = find_run(runs.home.settings.home, done.stdout.strip())
     assert find_run(runs.home.settings.home, "fol/low") == run
-    follower = subprocess.Popen(
+    follower = Forked(
         [*SUBLET, "logs", "-f", "fol/low"], stdout=subprocess.PIPE, text=True, env=runs.home.environment
     )
     wait_until(lambda: "begin 0" in run.log.read_text(), 30)
@@ -267,7 +268,7 @@ def test_a_detached_run_is_followed_over_a_requeue_to_its_exit_code(runs: Runs) 
 def test_ctrl_c_in_attach_detaches_and_cancel_drains(runs: Runs) -> None:
     run_id, out = detached(runs, "--name", "att")
     wait_until(out.exists, 30)
-    watcher = subprocess.Popen(
+    watcher = Forked(
         [*SUBLET, "attach", "att"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

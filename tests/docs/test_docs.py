@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -28,22 +29,27 @@ def test_examples_run(page: Path, sqlite_home: Home, tmp_path: Path) -> None:  #
     }
     ran = 0
     for kind, body in re.findall(r"^```(python|console)\n(.*?)^```", page.read_text(), re.M | re.S):
-        commands = (
-            [[sys.executable, "-c", body]]
-            if kind == "python"
-            else [["/bin/sh", "-c", line[2:]] for line in body.splitlines() if line.startswith("$ ")]
-        )
-        for command in commands:
-            if kind == "python":
-                done = forked.run(command, env=environment, cwd=tmp_path)
-            elif re.fullmatch(r"sublet [\w ./:=,@-]+", command[-1]):  # nothing in it for a shell to do
-                words = [sys.executable, "-m", *command[-1].split()]
-                done = forked.run(words, env=environment, cwd=tmp_path)
+        lines = [line[2:] for line in body.splitlines() if line.startswith("$ ")]
+        for text in [body] if kind == "python" else lines:
+            words = [sys.executable, "-c", text] if kind == "python" else _without_a_shell(text)
+            if words:
+                torch = kind != "python" and "import torch" in page.read_text() and words[2] != "sublet"
+                origin = forked.with_torch() if torch else None
+                done = forked.run(words, origin=origin, env=environment, cwd=tmp_path)
             else:
+                command = ["/bin/sh", "-c", text]
                 done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-            assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+            assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
             ran += 1
     assert ran
+
+
+def _without_a_shell(line: str) -> list[str]:
+    """The command of Python that it is, when there is nothing in it for a shell to do."""
+    words = [] if re.search(r"[|><&;$`*?]", line.partition("'")[0]) else shlex.split(line)
+    if words[:1] == ["sublet"]:
+        return [sys.executable, "-m", *words]
+    return [sys.executable, *words[1:]] if words[:2] == ["python", "-m"] else []
 
 
 def test_the_reference_is_what_the_code_says() -> None:

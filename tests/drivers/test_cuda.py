@@ -411,8 +411,9 @@ def run_contract(shim: Shim) -> subprocess.CompletedProcess[str]:
     """`test_contract.py` in a process that has the shim for its driver: libraries cannot be unloaded again."""
     file = Path(test_contract.__file__)
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-rA", "-k", "cuda", str(file)],
-        env=shim.env(wedge="slow") | {test_contract.ONLY: "cuda"},
+        [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-rA", "-k", "cuda", str(file)],
+        # Other plug-ins take longer to import than the suite takes.
+        env=shim.env(wedge="slow") | {test_contract.ONLY: "cuda", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=file.parents[2],
         capture_output=True,
         text=True,
@@ -866,7 +867,7 @@ HANDOVERS = """
     answer([found, scrubbed, driver.used_bytes(device, 0)])
 """
 CAPACITY, ROOM = 1030 << 10, 1000 << 10
-HANDOVER_TURNS = int(os.environ.get("SUBLET_HANDOVERS", "100"))
+HANDOVER_TURNS = int(os.environ.get("SUBLET_HANDOVERS", "50"))
 
 
 def hand_over(shim: Shim, *, turns: int, scrubs: bool, may_fail: bool = False) -> Ran:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sublet import borrowing, wiring
+from sublet.hosting import local
 from sublet.settings import Settings, load_settings
 from tests import forked
 
@@ -73,10 +74,13 @@ class Home:
 
 
 def wait_until(fact: Callable[[], object], seconds: float = 20.0) -> None:
+    """Looks at once, and then less and less often: a look may be a process."""
     deadline = time.monotonic() + seconds
+    pause = 0.004
     while not fact():
         assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(0.04, pause * 1.2)
 
 
 def process_is_gone(pid: int) -> bool:
@@ -98,6 +102,9 @@ def make_home(tmp_path: Path, ledger: str, monkeypatch: pytest.MonkeyPatch, devi
     }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
+    forked.warm()
+    for module in (wiring, local):
+        monkeypatch.setattr(module, "spawn_detached", forked.spawn_detached)
     return Home(load_settings(), dict(os.environ) | values)
 
 

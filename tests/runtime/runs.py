@@ -22,6 +22,7 @@ from sublet.cli.main import main
 from sublet.core.lease import LeaseState
 from sublet.ports.ledger import Ledger
 from sublet.runs import RunFolder, runs_folder
+from tests import forked
 from tests.hosting.test_command import marked
 from tests.runtime.conftest import Home, wait_until
 
@@ -64,7 +65,8 @@ class Started:
         self.name = f"j{uuid.uuid4().hex[:8]}"
         self.mark = f"MARK={uuid.uuid4().hex}"
         self.out = tmp_path / f"{self.name}.out"
-        self.process = subprocess.Popen(
+        kind = subprocess.Popen if "preexec_fn" in popen else forked.Forked
+        self.process = kind(
             [*SUBLET, "run", "--name", self.name, "--env", self.mark, *options, "--", *command],
             **({"env": home.environment, "stderr": subprocess.PIPE, "text": True} | popen),
         )
@@ -162,9 +164,7 @@ class Runs:
         return subprocess.CompletedProcess(["sublet", *args], int(left.value.code or 0), *said)
 
     def sublet(self, *args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*SUBLET, *args], capture_output=True, text=True, env=self.home.environment, timeout=60
-        )
+        return forked.run([*SUBLET, *args], env=self.home.environment, timeout=60)
 
     def settled(self, lease_id: str) -> None:
         wait_until(lambda: self.ledger.look(lease_id).lease.settled_at, 20)

@@ -274,9 +274,9 @@ def test_a_worker_that_ran_out_between_calls_is_replaced(sqlite_home: Home) -> N
 
 
 def test_a_long_call_is_renewed(sqlite_home: Home) -> None:
-    @sublet.on_gpu(vram="1GiB", ttl="600ms")
+    @sublet.on_gpu(vram="1GiB", ttl="2s")
     def long() -> str:
-        time.sleep(2.0)
+        time.sleep(5.0)
         return "done"
 
     assert long() == "done"

@@ -25,7 +25,8 @@ from sublet.store.replicas import Replicas
 from .hostile_manifests import GROWTH_BYTES, canary_state
 from .rig import JOB, Shelf, in_memory
 
-COUNT = int(os.environ.get("SUBLET_MANIFESTS", "400"))
+COUNT = int(os.environ.get("SUBLET_MANIFESTS", "150"))
+NAMES = min(500, COUNT)
 SEED = int(os.environ.get("SUBLET_SEED", "4"))
 
 pytestmark = pytest.mark.timeout(180 + COUNT // 10)
@@ -51,12 +52,12 @@ def test_mutated_manifests_that_are_believed() -> None:
     assert seen["kinds"]["Damaged"] > COUNT // 3
 
 
-def test_500_names_that_lead_elsewhere() -> None:
+def test_names_that_lead_elsewhere() -> None:
     """Threat 9: as a job, a parent, a pack, a chunk: no file outside of the replica is opened, whoever believes them."""
-    seen = watched("names", 500)
+    seen = watched("names", NAMES)
     assert seen["wrong"] == []
-    assert seen["kinds"]["Damaged"] > 2500
-    assert seen["kinds"]["BadInput"] > 1200
+    assert seen["kinds"]["Damaged"] > 5 * NAMES
+    assert seen["kinds"]["BadInput"] > 2.4 * NAMES
 
 
 def test_the_canary_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from tests.runtime.conftest import process_is_gone, wait_until
 
 from .rig import JOB, Shelf, in_memory
 
-KILLS = os.environ.get("SUBLET_KILLS", "9")
+KILLS = os.environ.get("SUBLET_KILLS", "6")
 SEED = int(os.environ.get("SUBLET_SEED", "4"))
 CALLS = (
     "openat,write,pwrite64,pwritev,pwritev2,ftruncate,fallocate,fsync,fdatasync,link,linkat,rename,renameat,renameat2,"

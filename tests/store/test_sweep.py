@@ -30,7 +30,7 @@ from .rig import JOB, Shelf, in_memory, saver
 from .test_lineage import a_state, filled, versions
 
 EXAMPLES = int(os.environ.get("SUBLET_SWEEP_EXAMPLES", "8"))
-STORM_SECONDS = float(os.environ.get("SUBLET_SWEEP_STORM_SECONDS", "4"))
+STORM_SECONDS = float(os.environ.get("SUBLET_SWEEP_STORM_SECONDS", "3"))
 PLACES = ["sweep_after_mark", "sweep_before_delete", "sweep_between_deletes"]
 
 
@@ -759,6 +759,8 @@ def test_sweeps_among_savers_readers_and_movers(tmp_path: Path) -> None:
             out, err = child.communicate(timeout=STORM_SECONDS + 60)
             assert child.returncode == 0, f"{role}: {err[-3000:]}"
             done[role] = int(out)
+        swept = done.pop("sweep0") + done.pop("sweep1")  # one may have been faster each time
+        assert swept > 0
         assert all(count > 0 for count in done.values()), done
         store = shelf.open()
         for versions_ in shelf.rig.ledger.all_versions():

@@ -1,6 +1,6 @@
 """A canary written by one tenant is never read by the next (K1, threat 16): whole leases, on a device whose memory stays dirty.
 
-The device is the pretended NVIDIA driver, which hands memory out as its last owner left it. 12 handovers here,
+The device is the pretended NVIDIA driver, which hands memory out as its last owner left it. 6 handovers here,
 `SUBLET_HANDOVERS=100` in `make proof`, where `tests/drivers` also does 1,000 below the lease.
 """
 
@@ -19,7 +19,7 @@ from sublet.core.device import DeviceState
 from tests.drivers.cuda_shim import Shim, shim_fixture, shim_libraries_fixture  # noqa: F401
 from tests.runtime.conftest import close_home, make_home
 
-TURNS = int(os.environ.get("SUBLET_HANDOVERS", "120")) // 10
+TURNS = int(os.environ.get("SUBLET_HANDOVERS", "60")) // 10
 CAPACITY = 4 << 20
 
 pytestmark = [pytest.mark.storm, pytest.mark.timeout(TURNS * 10 + 120)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import need
+from tests.forked import with_torch, with_trainers
 from tests.runtime.conftest import Home, engine, home, ledger_url, sqlite_home  # noqa: F401
 from tests.training.processes import Job, Nursery
 
@@ -21,37 +22,25 @@ LOSSES = int(os.environ.get("SUBLET_TRAINING_LOSSES", "3"))
 @pytest.fixture(scope="session")
 def torch_nursery() -> Iterator[Nursery]:
     need(_there("torch"), "torch")
-    nursery = Nursery(
-        "torch",
-        "torch.distributed",
-        "torch.nn.parallel",
-        "torch.optim",
-        "torch._dynamo",
-        "tests.training.jobs",
-    )
+    nursery = Nursery(with_torch())
     yield nursery
-    nursery.close()
+    nursery.end_jobs()
 
 
 @pytest.fixture(scope="session")
 def hf_nursery() -> Iterator[Nursery]:
     need(_there("transformers") and _there("accelerate"), "transformers with accelerate")
-    nursery = Nursery(
-        "torch._dynamo",
-        "transformers.trainer",
-        "transformers.models.gpt2.modeling_gpt2",
-        "tests.training.hf_jobs",
-    )
+    nursery = Nursery(with_trainers())
     yield nursery
-    nursery.close()
+    nursery.end_jobs()
 
 
 @pytest.fixture(scope="session")
 def lightning_nursery() -> Iterator[Nursery]:
     need(_there("lightning"), "lightning")
-    nursery = Nursery("torch._dynamo", "lightning.pytorch", "tests.training.lightning_jobs")
+    nursery = Nursery(with_trainers())
     yield nursery
-    nursery.close()
+    nursery.end_jobs()
 
 
 def _there(module: str) -> bool:

@@ -163,14 +163,15 @@ def rank(name: str, total: int, fault: str = "", every: int | str = 3) -> None:
     distributed.destroy_process_group()
 
 
-def torchrun(name: str, total: int) -> None:
-    """The real launcher, whose ranks are new interpreters."""
+def torchrun(name: str, total: int, *options: str) -> None:
+    """The real launcher, whose ranks are new interpreters unless it is told otherwise."""
     from torch.distributed.run import main
 
-    main(["--standalone", "--nproc-per-node", "2", __file__, name, str(total)])
+    main(["--standalone", "--nproc-per-node", "2", *options, __file__, name, str(total)])
 
 
 if __name__ == "__main__":  # under torchrun
     import sys
 
+    os.write(1, f"rank {os.environ['RANK']} is {os.getpid()}\n".encode())
     rank(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,14 +1,19 @@
 """Runs in forked children: everything is imported once, so that a start costs milliseconds and hundreds of kills are affordable.
 
+What a child does is a function of the test's own, which takes with it what it refers to: nothing that the test has patched in its own process.
 The parent holds no lease and opens no ledger while children run: it looks at what they left, and closes again.
 """
 
 from __future__ import annotations
 
+import atexit
+import base64
+import functools
 import json
 import os
+import pickle
 import random
-import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -17,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 import sublet
@@ -29,21 +35,31 @@ from sublet.core.effect import Effect, Head
 from sublet.core.journal import Entry
 from sublet.ports.ledger import Ledger
 from sublet.settings import load_settings
+from tests.forked import MODULES, Forked, Origin, with_torch
 
 CRASHED = 1
+_DO = "import sys; from tests.training.rig import do; do(sys.argv[1])"
+_TESTS = [f"tests.training.test_{name}" for name in ("edges", "kills", "run", "shim", "step")]
+_children: dict[int, subprocess.Popen[str]] = {}
 
 
-def forked(work: Callable[[], None], *, armed: dict[str, tuple[str, int]] | None = None) -> int:
+def forked(
+    work: Callable[[], None], *, armed: dict[str, tuple[str, int]] | None = None, torch: bool = False
+) -> int:
     """Start it; its pid. It ends as a program would: 0, the code of a SystemExit, or 1 with a traceback on standard error."""
     wiring.close_all()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
+    given = base64.b85encode(cloudpickle.dumps((work, armed or {}))).decode()
+    process = Forked([sys.executable, "-c", _DO, given], origin=with_torch() if torch else _without_torch())
+    _children[process.pid] = process
+    return process.pid
+
+
+def do(given: str) -> None:
+    """In the process that was forked."""
     code = CRASHED
     try:
-        for name, (action, nth) in (armed or {}).items():
+        work, armed = pickle.loads(base64.b85decode(given))
+        for name, (action, nth) in armed.items():
             failpoints.arm(name, action, nth=nth)
         work()
         code = 0
@@ -56,18 +72,30 @@ def forked(work: Callable[[], None], *, armed: dict[str, tuple[str, int]] | None
         os._exit(code)
 
 
+@functools.cache
+def _without_torch() -> Origin:
+    """Where a job has no use for it: it would be saved with every step, and forked with every life."""
+    made = Origin((*MODULES, "numpy.random", *_TESTS))
+    atexit.register(made.end)
+    return made
+
+
 def ended(pid: int, seconds: float = 60.0) -> int:
     """Its exit code, negative for a signal."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            raise AssertionError(f"process {pid} did not end within {seconds} s")
-        time.sleep(0.002)
+    process = _children.pop(pid, None)
+    if process is not None:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"process {pid} did not end within {seconds} s") from None
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # forked by one that was forked
+
+
+def tell(pid: int, number: int) -> None:
+    """A signal, to one that may have ended."""
+    _children[pid].send_signal(number)
 
 
 def run_to_end(work: Callable[[], None], **options: Any) -> int:
@@ -154,6 +182,13 @@ def walk(
             on_step(run, step)
         if pause:
             time.sleep(pause)
+
+
+@functools.cache
+def calm_walk(steps: int) -> Left:
+    """What a run that nobody disturbs leaves, which is the same in every home: made in the first that asks."""
+    assert run_to_end(lambda: walk("calm", steps)) == 0
+    return left_of("calm")
 
 
 def same_walk(one: Any, other: Any) -> bool:

@@ -11,15 +11,15 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from sublet import wiring
 from sublet.runtime.ranks import find_ranks
+from tests.forked import ROOT
 from tests.runtime.conftest import Home, process_is_gone
 from tests.training.conftest import LOSSES, Losing
-from tests.training.processes import ROOT, Nursery, free_port, wait_for
+from tests.training.processes import Nursery, free_port, wait_for
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch has no gloo")
@@ -200,31 +200,13 @@ def test_under_torchrun(job: Losing) -> None:
     step, committed = map(int, left.pop().split())
     assert step == committed == head(job.home, "lost")[1]
     assert step >= 4
-    launcher = job.start("tests.training.jobs:torchrun", "lost", TOTAL, **environment)
+    # Forked by the launcher: two more imports of torch would tell nothing new.
+    forking = ("--run-path", "--start-method", "fork")
+    launcher = job.start("tests.training.jobs:torchrun", "lost", TOTAL, *forking, **environment)
     launcher.wait_for_step(step + 5)
-    victims = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _parent(entry) == launcher.pid and _is_rank(entry, 1)
-    ]
-    assert len(victims) == 1
-    os.kill(victims[0], signal.SIGKILL)
+    [victim] = map(int, re.findall(r"^rank 1 is (\d+)$", launcher.said(), re.M))
+    os.kill(victim, signal.SIGKILL)
     assert launcher.wait() != 0
-    wait_for(lambda: process_is_gone(victims[0]), 10)
+    wait_for(lambda: process_is_gone(victim), 10)
     assert head(job.home, "lost")[1] % 3 == 0 or head(job.home, "lost")[1] == step
     assert Ranks(job, "lost").finals() == whole(job)
-
-
-def _parent(entry: Path) -> int:
-    try:
-        text = (entry / "stat").read_text()
-    except OSError:
-        return 0
-    return int(text[text.rindex(")") + 2 :].split()[1])
-
-
-def _is_rank(entry: Path, rank: int) -> bool:
-    try:
-        return f"\0RANK={rank}\0".encode() in b"\0" + (entry / "environ").read_bytes()
-    except OSError:
-        return False

@@ -24,7 +24,7 @@ from sublet.store.checkpoints import CheckpointStore
 from sublet.training import leave_the_waitlist
 from sublet.wiring import open_ledger
 from tests.runtime.conftest import Home, wait_until
-from tests.training.rig import ended, forked, left_of, run_to_end
+from tests.training.rig import ended, forked, left_of, run_to_end, tell
 from tests.training.test_run import committed_step, holds_lease
 
 
@@ -38,7 +38,7 @@ def until(pid: int, fact: Callable[[], object]) -> None:
     try:
         wait_until(fact, 60)
     except AssertionError:
-        os.kill(pid, signal.SIGKILL)
+        tell(pid, signal.SIGKILL)
         ended(pid)
         raise
 
@@ -240,7 +240,7 @@ def test_a_warning_while_the_last_save_is_tried_again(sqlite_home: Home, tmp_pat
 
     pid = forked(failing_work)
     until(pid, (tmp_path / "tried").exists)
-    os.kill(pid, signal.SIGTERM)
+    tell(pid, signal.SIGTERM)
     assert ended(pid, 20) == 85
     assert committed_step() == 0
     assert run_to_end(work) == 0
@@ -266,7 +266,7 @@ def test_a_warning_while_a_predecessor_is_waited_for(sqlite_home: Home, tmp_path
 
     pid = forked(work)
     until(pid, (tmp_path / "asked").exists)
-    os.kill(pid, signal.SIGTERM)
+    tell(pid, signal.SIGTERM)
     assert ended(pid, 20) == 85
     run.close()
 

@@ -40,6 +40,20 @@ def test_lost_and_resumed(
     assert job.final(JOB, "lost", accumulate, workers) == want
 
 
+def test_warned_as_an_epoch_s_first_step_begins(
+    lightning_nursery: Nursery, losing: Callable[[Nursery], Losing]
+) -> None:
+    """The step is finished and committed; the Trainer is not told that its epoch is over."""
+    job = losing(lightning_nursery)
+    want = job.final(JOB, "whole", 1)
+    warned = job.start(JOB, "lost", 1, WARNED_AT="9")
+    assert warned.wait() == 85, warned.said()
+    head = wiring.open_ledger(job.home.settings).head("lost")
+    assert head is not None
+    assert head.step == 9
+    assert job.final(JOB, "lost", 1) == want
+
+
 def test_data_without_a_place_is_refused(
     lightning_nursery: Nursery, losing: Callable[[Nursery], Losing]
 ) -> None:

@@ -22,12 +22,14 @@ from tests.runtime.conftest import Home, wait_until
 from tests.training.rig import (
     CRASHED,
     Left,
+    calm_walk,
     check_walk,
     ended,
     forked,
     left_of,
     looking,
     run_to_end,
+    tell,
     walk,
 )
 
@@ -42,8 +44,7 @@ def committed_step(job: str = "job") -> int:
 
 @pytest.fixture
 def calm(sqlite_home: Home) -> Left:
-    assert run_to_end(lambda: walk("calm", STEPS)) == 0
-    return left_of("calm")
+    return calm_walk(STEPS)
 
 
 class Begun:
@@ -69,7 +70,7 @@ def test_a_signal_wastes_no_step(sqlite_home: Home, calm: Left, tmp_path: Path, 
     begun = Begun(tmp_path)
     pid = forked(lambda: walk("job", STEPS, every=every, pause=0.1, on_step=begun))
     wait_until(lambda: begun.last >= 4)
-    os.kill(pid, signal.SIGTERM)
+    tell(pid, signal.SIGTERM)
     assert ended(pid) == 85
     assert committed_step() == begun.last
     assert run_to_end(lambda: walk("job", STEPS, every=every)) == 0
@@ -96,7 +97,7 @@ def test_further_signals_change_nothing(sqlite_home: Home, calm: Left) -> None:
     wait_until(lambda: holds_lease("job"))
     time.sleep(0.2)
     for _ in range(8):
-        os.kill(pid, signal.SIGTERM)
+        tell(pid, signal.SIGTERM)
         time.sleep(0.1)
     assert ended(pid) == 85
     assert committed_step() > 0
@@ -156,10 +157,11 @@ def test_sigterm_with_15_seconds_during(sqlite_home: Home, calm: Left, tmp_path:
     pid = forked(work)
     wait_until(started.exists if blocker is None else lambda: waits("job"))
     time.sleep(0.2)
-    os.kill(pid, signal.SIGTERM)
+    tell(pid, signal.SIGTERM)
     assert ended(pid) == 85
     if blocker is not None:
-        blocker.release()
+        with looking() as ledger:  # its own connection was closed for the child
+            ledger.revoke(blocker.id, reason=EndReason.REVOKED, detail="", grace_us=0, actor="test")
     if place == "a step":
         assert committed_step() == 5
     assert run_to_end(lambda: walk("job", STEPS, every=2)) == 0
@@ -188,7 +190,7 @@ def test_without_time_to_save_it_leaves_with_what_is_committed(sqlite_home: Home
     """The margin is a second: half a second is no time."""
     pid = forked(lambda: walk("job", STEPS, every=4, pause=0.1, grace="0.5s"))
     wait_until(lambda: committed_step() == 4)
-    os.kill(pid, signal.SIGTERM)
+    tell(pid, signal.SIGTERM)
     assert ended(pid) == 85
     assert committed_step() == 4
     assert run_to_end(lambda: walk("job", STEPS)) == 0

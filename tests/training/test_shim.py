@@ -8,7 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from tests.training.rig import Left, ended, forked, left_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 #: How often each script is disturbed before it may end.
-DISTURBED = int(os.environ.get("SUBLET_SHIM_DISTURBED", "4"))
+DISTURBED = int(os.environ.get("SUBLET_SHIM_DISTURBED", "3"))
 CALM = {
     "mnist.py": 24,
     "plain_loop.py": 27,
@@ -32,20 +32,6 @@ CALM = {
     "trainer.py": 24,
     "with_numpy.py": 24,
 }
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Children are forked from a process that has torch: its threads are not there in them."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import torch._dynamo  # an optimizer imports it with its first step
-
-    torch.set_num_threads(1)
-    yield
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
 
 
 class Lives:
@@ -67,7 +53,7 @@ class Lives:
             finally:
                 sys.stdout.flush()
 
-        return ended(forked(redirected))
+        return ended(forked(redirected, torch="torch" in self.script.read_text()))
 
     def plain(self, *args: str) -> str:
         def work() -> None:
@@ -112,7 +98,6 @@ def each_step_once(job: str, steps: int) -> Left:
     return left
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", CALM)
 def test_killed_and_told_to_leave_at_random_steps(name: str, sqlite_home: Home, tmp_path: Path) -> None:
     seed = int(os.environ.get("SUBLET_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
@@ -422,7 +407,6 @@ print("result", values, head.calls, head.mean.tolist(), head.training, body.weig
 """
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_what_is_no_part_of_any_state_dict(sqlite_home: Home, tmp_path: Path) -> None:
     """Gradients that a helper uses up now and then, modes, counters, frozen parameters."""
     lives = written(tmp_path, HIDDEN)

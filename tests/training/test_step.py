@@ -14,7 +14,7 @@ from sublet.core.lease import EndReason
 from sublet.runtime.holding import Lease
 from sublet.wiring import open_ledger
 from tests.runtime.conftest import Home, wait_until
-from tests.training.rig import CRASHED, ended, forked, looking, run_to_end
+from tests.training.rig import ended, forked, looking, run_to_end
 
 ADD = """
 def train_step(grid, step, n, batch):
@@ -204,6 +204,11 @@ PLACES = [
 ]
 
 
+def nobody_holds() -> bool:
+    with looking() as ledger:
+        return not ledger.leases()
+
+
 def test_killed_at_every_place_the_step_is_done_once(home: Home) -> None:
     def work(step: int) -> None:
         with sublet.gpu(vram="1GiB", ttl="5s") as lease:
@@ -215,24 +220,24 @@ def test_killed_at_every_place_the_step_is_done_once(home: Home) -> None:
                 0 if found.output == bytes([step, 2 * step % 256, 3 * step % 256, 4 * step % 256]) else 3
             )
 
+    kills = [(place, 1) for place in PLACES] + [("after_chunk_write", 2), ("after_publish", 2)]
     died = 0
-    for step, (place, nth) in enumerate(((p, n) for p in PLACES for n in (1, 3)), 1):
+    for step, (place, nth) in enumerate(kills, 1):
         code = run_to_end(lambda step=step: work(step), armed={place: ("kill", nth)})
         died += code == -signal.SIGKILL
         assert code in (0, -signal.SIGKILL), f"{place} ended with {code}"
-        wait_until(
-            lambda step=step: run_to_end(lambda: work(step)) != CRASHED
-        )  # busy for a moment after the kill
-        assert run_to_end(lambda step=step: work(step)) == 0
+        wait_until(nobody_holds)  # busy for a moment after the kill
+        for _ in range(2):  # it is done, and then it is told of
+            assert run_to_end(lambda step=step: work(step)) == 0, f"after {place}"
     assert died >= len(PLACES) // 2  # PostgreSQL has several of them inside one call to the server
     with looking() as ledger:
         head = ledger.head("job")
         assert head is not None
-        assert head.step == head.version == 2 * len(PLACES)
+        assert head.step == head.version == len(kills)
         assert ledger.verify().faults == ()
 
 
-ROUNDS = int(os.environ.get("SUBLET_STEP_RACES", "6"))
+ROUNDS = int(os.environ.get("SUBLET_STEP_RACES", "4"))
 
 
 def test_of_two_processes_at_one_step_one_completes_it(home: Home, tmp_path: Path) -> None:

@@ -130,10 +130,19 @@ def _reader_is_gone() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def _say_the_rest() -> None:
+    """Where nobody reads any more, behind a pipe or on a terminal that was closed, it is dropped: the exit code says how it went."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
 def main() -> None:
     try:
         code = cli.main(prog_name="sublet", standalone_mode=False)
-        sys.stdout.flush()
     except SubletError as error:
         complain(error, as_json="--json" in sys.argv)
         code = exit_code(error)
@@ -148,4 +157,5 @@ def main() -> None:
     except BrokenPipeError:
         _reader_is_gone()
         code = 0
+    _say_the_rest()
     sys.exit(code if isinstance(code, int) else 0)
