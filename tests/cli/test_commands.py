@@ -269,6 +269,7 @@ def test_journal_verify_catches_an_edit(home: Home, tmp_path) -> None:
 
     as_json(home, "lease", "acquire")
     db = apsw.Connection(str(tmp_path / "home" / "ledger.db"))
+    db.set_busy_timeout(10_000)  # a warden writes there too
     db.execute("UPDATE journal SET body = replace(body, 'interactive', 'spot') WHERE kind = 'lease.granted'")
     db.close()
     done = sublet(home, "journal", "verify")

@@ -520,6 +520,7 @@ def test_an_edited_result_is_named(sublet: Call, home: Home) -> None:
     work("q")
     assert sublet("queue", "audit").out.splitlines()[1].split()[-1] == "yes"
     db = apsw.Connection(str(home.settings.home / "ledger.db"))
+    db.set_busy_timeout(10_000)  # a warden writes there too
     db.execute("UPDATE item SET result = '\"forged\"' WHERE id = 2")
     db.close()
     broken = sublet("queue", "audit", "q")

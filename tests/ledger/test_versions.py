@@ -352,7 +352,11 @@ def test_hot_verbs_go_on_after_the_schema_grew(ready: Rig, monkeypatch: pytest.M
         assert schema.sql("SELECT count(*) FROM information_schema.columns WHERE table_schema = ? AND table_name = 'head'",
                           (schema.name,)) == [(11,)]  # fmt: skip
         schema.sql("INSERT INTO head VALUES ('train','ada',3,3,'d','',1,1,0,'h','h')")
-        assert postgres.apply_migrations(schema.url, HostClock()) == ["0005 versions", "0006 spans"]
+        assert postgres.apply_migrations(schema.url, HostClock()) == [
+            "0005 versions",
+            "0006 spans",
+            "0007 items",
+        ]
         ledger = postgres.open_ledger(schema.url, HostClock())
         found = ledger.versions("train")
         assert (found.head.version, found.head.floor, found.head.sweeps) == (3, 0, 0)
