@@ -33,6 +33,10 @@ TARGET = """
     def double(item):
         return 2 * item["n"]
 
+    def noisy(item):
+        print(f"item {item['n']}", end="", flush=True)
+        return item["n"]
+
     class Slow:
         '''Says what it begins with, and does not end before it is let.'''
 
@@ -140,6 +144,23 @@ def test_a_queue_is_worked_off_and_summed_up(floor: Floor) -> None:
     assert (said["queues"], said["outcome"], said["exit_code"]) == ([floor.name], "done", 0)
     assert (said["done"], said["failed"], said["dead"], said["refused"]) == (5, 0, 0, 0)
     assert [r.value for r in floor.queue.results()] == [0, 2, 4, 6, 8]
+
+
+def test_the_summary_has_a_line_of_its_own_whatever_was_printed(floor: Floor) -> None:
+    floor.publish(2)
+    done = floor.run("noisy", "--until-empty", "--json")
+    printed, said = done.stdout.splitlines()
+    assert (printed, json.loads(said)["done"]) == ("item 0item 1", 2)
+
+
+def test_nobody_reads_what_it_prints_and_no_item_is_to_blame(floor: Floor) -> None:
+    floor.publish(3)
+    child = floor.start("noisy", "--until-empty")
+    assert child.stdout is not None
+    child.stdout.close()
+    child.wait(30)
+    stats = floor.queue.stats()
+    assert (stats.failed, stats.dead, stats.leased) == (0, 0, 0)
 
 
 def test_sigterm_in_a_batch_and_its_items_are_ready_at_once(floor: Floor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -398,6 +400,78 @@ def test_a_lost_connection_at_any_place_publishes_pulls_and_completes_once(postg
     stats = desk.stats
     assert (stats.ready, stats.leased, stats.done, stats.published, stats.completed) == (1, 0, 1, 2, 1)
     assert postgres.faults() == []
+
+
+@pytest.mark.parametrize("place", ["before_begin", "before_commit", "after_commit_before_reply"])
+@pytest.mark.parametrize("failed", [True, False])
+def test_giving_back_over_a_lost_connection_is_answered_and_counted_once(
+    postgres: Rig, place: str, failed: bool
+) -> None:
+    postgres.tenant()
+    desk = Desk(postgres)
+    a = desk.clerk()
+    desk.publish(a, '"x"')
+    given = desk.one(a)
+    failpoints.arm(place, lambda: _drop_once(place))
+    assert desk.back(a, given, failed=failed) is None
+    assert (desk.stats.failed, desk.stats.leased) == (int(failed), 0)
+    assert isinstance(desk.back(a, given, failed=failed), StaleDelivery), (
+        "not a lost answer, but a second nack"
+    )
+    assert postgres.faults() == []
+
+
+@pytest.mark.parametrize("verb", ["extend", "complete", "give_back"])
+def test_items_are_locked_by_number_whatever_order_they_are_given_in(postgres: Rig, verb: str) -> None:
+    """Extending runs beside completing: in another order the two would wait for each other, until the server ends one."""
+    postgres.tenant()
+    desk = Desk(postgres)
+    a = desk.clerk()
+    desk.publish(a, *['"x"'] * 40)
+    given = desk.pull(a, 40)[::-1]
+    held = [(one.item, one.delivery) for one in given]
+    acks = [Ack(item=item, delivery=delivery, result="1") for item, delivery in held]
+    nacks = [Nack(item=item, delivery=delivery, failed=False) for item, delivery in held]
+    verbs = {
+        "extend": lambda: postgres.ledger.extend(a, held, VISIBLE),
+        "complete": lambda: postgres.ledger.complete(a, acks),
+        "give_back": lambda: postgres.ledger.give_back(a, nacks),
+    }
+    engine: Any = postgres.ledger.engine
+    with engine.connect() as other, engine.connect() as looking:
+        with other.transaction():
+            other.execute("SELECT id FROM item WHERE id = %s FOR UPDATE", (held[-1][0],))
+            thread = threading.Thread(target=verbs[verb])
+            thread.start()
+            waits = (
+                "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+            )
+            until = time.monotonic() + 20
+            while not looking.execute(waits).fetchall() and time.monotonic() < until:
+                time.sleep(0.01)
+            free = other.execute(
+                "SELECT id FROM item WHERE id > %s FOR UPDATE SKIP LOCKED", (held[-1][0],)
+            ).fetchall()
+        thread.join()
+    assert len(free) == 39
+
+
+def test_what_is_no_number_is_refused_before_the_database_sees_it(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"x"')
+    ledger, queue = desk.rig.ledger, desk.queue.id
+    for wrong in (1 << 63, -1, 1.5, "1", True, None):
+        for verb in (
+            lambda n: ledger.item(queue, n),
+            lambda n: ledger.items(queue, ItemState.READY, after=n),
+            lambda n: ledger.items(queue, ItemState.READY, limit=n),
+            lambda n: ledger.redrive(queue, [n], most=1, actor="test"),
+            lambda n: ledger.pull(a, n, VISIBLE),
+            lambda n: ledger.publish(a, 9, [Draft(body="1", priority=n * (1 << 21) if n == -1 else n)]),
+        ):
+            with pytest.raises(BadInput):
+                verb(wrong)
+    assert desk.stats.published == 1
 
 
 def _drop_once(place: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -27,7 +28,7 @@ from sublet.core.errors import (
     StaleDelivery,
     TooLarge,
 )
-from sublet.core.items import ItemState
+from sublet.core.items import MOST_DEPTH, ItemState, Nack
 from sublet.ports.broker import Message
 from sublet.ports.sink import Made
 from sublet.runtime.queues import Queue
@@ -259,6 +260,52 @@ def test_a_forked_child_is_a_clerk_of_its_own(new: Callable[..., Queue]) -> None
     assert [r.value for r in queue.results()] == ["parent", "child"]
 
 
+def test_a_child_forked_while_another_thread_publishes_is_not_stuck(
+    new: Callable[..., Queue], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = new()
+    queue.publish("a")
+    ledger = wiring.open_ledger(settings)
+    publish, inside, go_on = ledger.publish, threading.Event(), threading.Event()
+
+    def slowly(*given: Any) -> Any:
+        inside.set()
+        go_on.wait(60)
+        return publish(*given)
+
+    monkeypatch.setattr(ledger, "publish", slowly)
+    thread = threading.Thread(target=queue.publish, args=("b",))
+    thread.start()
+    assert inside.wait(20)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        (item,) = queue.take(1)
+        item.complete("child")
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    go_on.set()
+    thread.join()
+    assert status == 0
+    assert [r.value for r in queue.results()] == ["child"]
+
+
+@pytest.mark.parametrize("drop", ["an item", "a loop that was never begun"])
+def test_what_nobody_can_complete_any_more_is_not_kept(new: Callable[..., Queue], drop: str) -> None:
+    queue, other = new(), new()
+    queue.publish(["a", "b"])
+    kept = queue.take(1, visibility_us=300_000)
+    if drop == "an item":
+        queue.take(1, visibility_us=300_000)
+    else:
+        queue.pull(1, visibility="300ms")
+    gc.collect()
+    wait_until(lambda: [item.complete("r") for item in other.take(1)])
+    assert other.take(1) == []
+    kept[0].complete("r")
+    assert queue.stats().stale == 0
+
+
 def test_waiting_ends_when_an_item_comes(new: Callable[..., Queue]) -> None:
     mine, other = new(), new()
     other.publish("first")
@@ -332,6 +379,15 @@ def test_map_raises_where_an_item_failed_every_try(new: Callable[..., Queue]) ->
 
 
 # --- wrong input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apart", [1, 3000], ids=["in one batch", "in two"])
+def test_map_refuses_two_items_under_one_key(new: Callable[..., Queue], apart: int) -> None:
+    """S4: the result of one would be given out as the other's."""
+    queue = new()
+    items = [("same", 1), *((str(n), n) for n in range(apart)), ("same", 2)]
+    with pytest.raises(FingerprintMismatch, match="the key same"):
+        list(queue.map(lambda item: item[1], items, key=lambda item: item[0]))
 
 
 def test_what_is_not_json_is_named_and_what_came_before_is_said(new: Callable[..., Queue]) -> None:
@@ -599,3 +655,147 @@ def test_a_stale_result_says_who_has_it(new: Callable[..., Queue]) -> None:
     with pytest.raises(StaleDelivery, match="purged"):
         item.complete("r")
     assert item.lost
+
+
+# --- answers that are lost, and what is left behind ----------------------------------------------------------
+
+
+@pytest.fixture
+def losing(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The next publish is done, and its answer lost."""
+    ledger = wiring.open_ledger(settings)
+    publish = ledger.publish
+
+    def lose(error: type[BaseException]) -> None:
+        def lost(*given: Any) -> Any:
+            monkeypatch.setattr(ledger, "publish", publish)
+            publish(*given)
+            raise error("the answer is lost")
+
+        monkeypatch.setattr(ledger, "publish", lost)
+
+    return lose
+
+
+@pytest.mark.parametrize("error", [sublet.Disconnected, KeyboardInterrupt])
+def test_what_is_published_after_an_answer_was_lost_is_there(
+    new: Callable[..., Queue], losing: Callable[..., None], error: type[BaseException]
+) -> None:
+    """Under the number of the batch that was not answered it would be taken for that one, and dropped (S4)."""
+    queue = new()
+    queue.publish("first")
+    losing(error)
+    with pytest.raises(error):
+        queue.publish(["a", "b"])
+    assert queue.publish(["c", "d"]).new == 2
+    assert queue.publish("e").new == 1
+    assert bodies(queue) == ["first", "a", "b", "c", "d", "e"]
+
+
+def test_the_same_again_after_an_answer_was_lost_is_published_once(
+    new: Callable[..., Queue], losing: Callable[..., None]
+) -> None:
+    queue = new()
+    losing(sublet.Disconnected)
+    with pytest.raises(sublet.Disconnected):
+        queue.publish(["a", "b"])
+    assert queue.publish(["a", "b"]).new == 2
+    assert bodies(queue) == ["a", "b"]
+    assert queue.publish(["a", "b"]).new == 2, "published twice on purpose"
+    assert bodies(queue) == ["a", "b", "a", "b"]
+
+
+def test_messages_that_come_after_an_answer_was_lost_are_not_settled_unread(
+    new: Callable[..., Queue], losing: Callable[..., None]
+) -> None:
+    letters = Letters(("1", "a"), ("2", "b"), ("3", "c"))
+    queue = new(broker=letters)
+    losing(sublet.Disconnected)
+    with pytest.raises(sublet.Disconnected):
+        queue.take(1)
+    taken = []
+    while items := queue.take(1):
+        taken += [item.body for item in items]
+        queue.complete((item, None) for item in items)
+    assert sorted(taken) == ["a", "b", "c"]
+    assert (letters.waiting, letters.held) == ([], [])
+
+
+def test_a_broker_that_is_down_holds_up_nothing_that_is_here(new: Callable[..., Queue]) -> None:
+    letters = Letters(("1", "a"), ("2", "b"))
+    queue = new(broker=letters)
+    queue.give_back((item, Nack(item=item.id, delivery=1, failed=False)) for item in queue.take(2))
+    letters.receive = lambda most, wait_us=0: (_ for _ in ()).throw(sublet.BrokerDown)  # type: ignore[method-assign]
+    assert [item.body for item in queue.take(5)] == ["a", "b"]
+    with pytest.raises(sublet.BrokerDown):
+        queue.take(5)
+
+
+def test_what_is_left_by_an_interrupt_while_the_sink_is_asked_is_given_back(
+    new: Callable[..., Queue],
+) -> None:
+    shelf = Shelf()
+    queue = new(sink=shelf)
+    queue.publish(["a", "b"])
+    for item in queue.take(2):
+        item.nack()
+
+    def interrupted(keys: Any) -> set[str]:
+        raise KeyboardInterrupt
+
+    shelf.known = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        queue.take(2)
+    assert queue.stats().ready == 2
+
+
+def test_what_is_nested_too_deep_to_be_read_elsewhere_is_refused(new: Callable[..., Queue]) -> None:
+    def nested(depth: int) -> Any:
+        return [nested(depth - 1)] if depth else "]]]"
+
+    def deeper(frames: int) -> list[Any]:
+        return deeper(frames - 1) if frames else queue.take(1)
+
+    queue = new()
+    queue.publish([nested(MOST_DEPTH - 1)], key=lambda body: "k")
+    queue.publish([[[]] * 2 * MOST_DEPTH])
+    with pytest.raises(NotJson, match="deeper"):
+        queue.publish({"a": nested(MOST_DEPTH)})
+    (item,) = deeper(200)
+    with pytest.raises(NotJson, match="deeper"):
+        item.complete({"a": nested(MOST_DEPTH)})
+    item.complete(item.body)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda queue: queue.publish("x", priority=1.5),
+        lambda queue: queue.publish("x", priority="high"),
+        lambda queue: queue.publish(["x"], batch="many"),
+        lambda queue: queue.publish("x", key=5),
+        lambda queue: queue.pull(1.5),
+        lambda queue: queue.pull(visibility=0),
+        lambda queue: queue.peek(-1),
+        lambda queue: queue.item(1 << 70),
+        lambda queue: queue.redrive([1 << 70]),
+        lambda queue: list(queue.results(after=1 << 70)),
+        lambda queue: queue.purge("done"),
+    ],
+)
+def test_what_nobody_can_mean_is_refused_in_words(
+    new: Callable[..., Queue], wrong: Callable[[Queue], Any]
+) -> None:
+    queue = new()
+    queue.publish("a")
+    with pytest.raises(BadInput):
+        wrong(queue)
+    assert bodies(queue) == ["a"]
+
+
+def test_an_error_may_be_anything(new: Callable[..., Queue]) -> None:
+    queue = new(tries=1)
+    queue.publish("a")
+    (item,) = queue.take(1)
+    item.fail(404)
+    assert next(queue.dead()).error == "404"

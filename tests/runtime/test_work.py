@@ -237,6 +237,26 @@ def test_until_empty_waits_for_what_others_have(bench: Bench) -> None:
     assert bench.wait().tally.done == 3
 
 
+def test_until_empty_sees_what_is_given_back_while_it_looks(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ready, then nothing with anybody: true at two moments, and an item is left."""
+    bench.publish("", "")
+    (held,) = bench.queue().take(1)
+    work = bench.prepare("work")
+    (queue,) = work._queues.values()
+    peek = queue.peek
+
+    def looking(most: int, *, state: ItemState) -> list[ItemRecord]:
+        seen = peek(most, state=state)
+        if state is ItemState.DELAYED and not held.over and not peek(1):
+            held.nack()
+        return seen
+
+    monkeypatch.setattr(queue, "peek", looking)
+    assert work.go().tally.done == 2
+
+
 def test_until_empty_waits_for_what_is_delayed(bench: Bench) -> None:
     bench.publish("")
     bench.queue().publish({"n": 1, "log": str(bench.log)}, delay=1)
@@ -310,6 +330,28 @@ def test_sys_exit_in_an_item_is_its_failure_and_not_the_end(bench: Bench) -> Non
     left = bench.go("work")
     assert (left.tally.done, left.tally.dead, left.tally.lost_workers) == (1, 1, 0)
     assert "SystemExit: 4" in bench.of(ItemState.DEAD)[0].error
+
+
+@pytest.mark.parametrize("do", ["cancel", "interrupt", "not to be pickled"])
+def test_what_is_no_exception_is_the_items_failure_too(bench: Bench, do: str) -> None:
+    """Otherwise it ends every worker that comes to it, and counts as nobody's failure."""
+    bench.publish("", do, "", tries=1)
+    left = bench.go("batch", batch=3)
+    assert (left.tally.done, left.tally.dead, left.tally.lost_workers) == (2, 1, 0)
+    assert "poison" in bench.of(ItemState.DEAD)[0].error
+
+
+def test_what_is_no_exception_is_a_failure_in_this_process_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBLET_DISABLE", "1")
+    bench.publish("cancel", "", tries=1)
+    left = bench.go("work")
+    assert (left.tally.done, left.tally.dead) == (1, 1)
+    bench.publish("interrupt", tries=1)
+    with pytest.raises(KeyboardInterrupt):  # there it is the Ctrl-C of whoever sits here
+        bench.go("work")
+    assert len(bench.of(ItemState.READY)) == 1
 
 
 @pytest.mark.parametrize(
@@ -632,6 +674,30 @@ def test_a_lease_that_is_lost_while_the_sink_is_down_gives_its_items_back(bench:
     shelf.down = False
     left = bench.wait()
     assert (left.tally.done, left.tally.failed, left.tally.lost_leases) == (1, 0, 1)
+
+
+def test_a_lease_that_is_lost_while_the_sinks_own_are_acknowledged_is_leased_again(bench: Bench) -> None:
+    shelf = Shelf()
+    shelf.down = False
+    bench.publish("", "", "")
+    for item in bench.queue().take(3):
+        if item.body["n"] == 1:
+            shelf.stored[item.idempotency_key] = "from before"
+        item.nack()
+    known = shelf.known
+
+    def taken_meanwhile(keys: Sequence[str]) -> set[str]:
+        if bench.leases():
+            bench.revoke(grace_us=0)
+            shelf.known = known  # type: ignore[method-assign]
+        return known(keys)
+
+    shelf.known = taken_meanwhile  # type: ignore[method-assign]
+    work = bench.prepare("batch", batch=3, visibility="10m")
+    with_sink(shelf)(work)
+    left = work.go()
+    assert (left.tally.done, left.tally.failed, left.tally.leases) == (2, 0, 2)
+    assert len(bench.of(ItemState.DONE)) == 3
 
 
 def test_what_the_sink_will_never_take_fails_alone(bench: Bench) -> None:

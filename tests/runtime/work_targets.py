@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -16,6 +17,11 @@ def note(item: dict[str, Any], what: str) -> None:
         file.write(f"{what}\n")
 
 
+class Unsendable(BaseException):
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
 def work(item: dict[str, Any]) -> Any:
     note(item, f"begin {item['n']} {os.getpid()}")
     do = item.get("do")
@@ -27,6 +33,12 @@ def work(item: dict[str, Any]) -> Any:
         raise ValueError(f"poison {item['n']}")
     if do == "exit":
         raise SystemExit(4)
+    if do == "cancel":
+        raise asyncio.CancelledError("poison")
+    if do == "interrupt":
+        raise KeyboardInterrupt("poison")
+    if do == "not to be pickled":
+        raise BaseExceptionGroup("poison", [Unsendable()])
     if do == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     if do == "leave":

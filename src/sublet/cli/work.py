@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from typing import Any, TextIO
 
 import click
 
@@ -12,6 +14,22 @@ from sublet.core.exits import PROFILES
 from sublet.runtime.progress_line import WorkLine
 from sublet.settings import load_settings
 from sublet.working import DEFAULT_GRACE, Wish, go, prepare, summary
+
+
+class _Printed:
+    """Standard output, knowing whether what the target printed ended its line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.at_line_start = True
+
+    def write(self, text: str) -> int:
+        if text:
+            self.at_line_start = text.endswith("\n")
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @click.command(epilog="Example:  sublet work images model.py:Classifier --vram 8GB --batch 16 --until-empty")
@@ -114,8 +132,12 @@ def work(
         load_settings(),
     )
     line = WorkLine(None if as_json else sys.stderr, queues)
-    left = go(prepared, line)
+    printed = _Printed(sys.stdout)
+    with contextlib.redirect_stdout(printed):
+        left = go(prepared, line)
     if as_json:
+        if not printed.at_line_start:
+            click.echo()
         click.echo(json.dumps({"queues": queues.split(","), "pid": os.getpid(), **left.to_json()}))
     else:
         line.say(summary(left))

@@ -13,6 +13,7 @@ Rules of this file:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,6 +25,8 @@ from sublet.core.values import DAY_US, MINUTE_US, SECOND_US, format_duration, fo
 
 #: The most a body or a result holds, as JSON: what is larger belongs in a file, and its name in the item.
 MOST_BYTES = 1 << 20
+#: The deepest that lists and dicts may lie in each other: what one process can just write, another could not read.
+MOST_DEPTH = 500
 #: The most of an error that is kept: the end of a traceback says what happened.
 MOST_ERROR = 16_000
 MOST_PRIORITY = 1_000_000
@@ -144,7 +147,24 @@ def to_text(value: Any, *, what: str) -> str:
         raise TooLarge(
             f"{what} has {format_size(len(text))}; a queue takes {format_size(MOST_BYTES)}. Nothing was stored"
         )
+    if text.count("[") + text.count("{") > MOST_DEPTH and _depth(text) > MOST_DEPTH:
+        raise NotJson(f"{what} is nested deeper than {MOST_DEPTH} lists and dicts; nothing was stored")
     return text
+
+
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        mark = found.group()
+        if mark in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif mark in "]}":
+            depth -= 1
+    return deepest
 
 
 def from_text(text: str) -> Any:
@@ -157,7 +177,14 @@ def shortened(error: str) -> str:
     return kept if len(kept) <= MOST_ERROR else f"…{kept[-MOST_ERROR + 1 :]}"
 
 
+def check_whole(number: object, *, what: str) -> None:
+    """A float or a text would reach the database as one, which minds it or rounds it."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise BadInput(f"{what} is a whole number, not {number!r:.60}")
+
+
 def check_draft(draft: Draft) -> Draft:
+    check_whole(draft.priority, what="the priority")
     if not -MOST_PRIORITY <= draft.priority <= MOST_PRIORITY:
         raise BadInput(f"priority {draft.priority} is out of range: use -{MOST_PRIORITY} to {MOST_PRIORITY}")
     if not 0 <= draft.delay_us <= 366 * DAY_US:
@@ -175,6 +202,16 @@ def has_it(item: Item | None, clerk: int, delivery: int) -> bool:
     return (
         item is not None
         and item.state is ItemState.LEASED
+        and item.owner == clerk
+        and item.delivery == delivery
+    )
+
+
+def went_back(item: Item | None, clerk: int, delivery: int) -> bool:
+    """Was this very delivery given back, or lost, and nobody was given the item since?"""
+    return (
+        item is not None
+        and item.state in (ItemState.READY, ItemState.DELAYED, ItemState.DEAD)
         and item.owner == clerk
         and item.delivery == delivery
     )

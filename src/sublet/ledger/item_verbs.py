@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 
 from sublet.core.errors import BadInput, SubletError
 from sublet.core.item_proof import ItemProof
-from sublet.core.items import Ack, Draft, ItemState, Nack, Terms, check_draft, check_terms, check_visibility
+from sublet.core.items import (
+    Ack,
+    Draft,
+    ItemState,
+    Nack,
+    Terms,
+    check_draft,
+    check_terms,
+    check_visibility,
+    check_whole,
+)
 from sublet.core.lease import Holder
 from sublet.core.values import check_name
 from sublet.ledger import item_proof, items, queues
@@ -24,6 +34,8 @@ if TYPE_CHECKING:
 
 #: The most items of one transaction: longer ones would make others wait.
 MOST_AT_ONCE = 10_000
+#: The largest number a database holds.
+LARGEST = (1 << 63) - 1
 
 
 class ItemVerbs(Verbs):
@@ -103,19 +115,32 @@ class ItemVerbs(Verbs):
         return self._read(lambda tx: queues.held_by(tx, queue))  # type: ignore[no-any-return]
 
     def item(self, queue: int, item: int) -> ItemRecord:
+        check_number(item)
         return self._read(lambda tx: queues.get_item(tx, queue, item))  # type: ignore[no-any-return]
 
     def items(self, queue: int, state: ItemState, *, after: int = 0, limit: int = 1000) -> list[ItemRecord]:
+        check_number(after)
+        check_whole(limit, what="how many to list")
+        if not 1 <= limit <= LARGEST:
+            raise BadInput(f"list 1 item or more, not {limit}")
         return self._read(lambda tx: queues.list_items(tx, queue, state, after, limit))  # type: ignore[no-any-return]
 
     def items_by_key(self, queue: int, keys: Sequence[str]) -> list[ItemRecord]:
         return self._read(lambda tx: queues.by_key(tx, queue, keys))  # type: ignore[no-any-return]
 
     def redrive(self, queue: int, wanted: Sequence[int] | None, *, most: int, actor: str) -> int:
+        for item in wanted or ():
+            check_number(item)
         return self._write(lambda tx: items.redrive(tx, queue, wanted, most, actor), durable=True)  # type: ignore[no-any-return]
 
     def purge(self, queue: int, states: Sequence[ItemState], *, most: int, actor: str) -> int:
         return self._write(lambda tx: items.purge(tx, queue, states, most, actor), durable=True)  # type: ignore[no-any-return]
+
+
+def check_number(item: int) -> None:
+    check_whole(item, what="an item's number")
+    if not 0 <= item <= LARGEST:
+        raise BadInput(f"no item has the number {item!r:.40}")
 
 
 def check_drafts(drafts: Sequence[Draft]) -> None:
@@ -126,6 +151,7 @@ def check_drafts(drafts: Sequence[Draft]) -> None:
 
 def check_pull(most: int, visibility_us: int) -> None:
     check_visibility(visibility_us)
+    check_whole(most, what="how many to pull")
     if not 1 <= most <= MOST_AT_ONCE:
         raise BadInput(f"pull 1 to {MOST_AT_ONCE} items at once, not {most}")
 

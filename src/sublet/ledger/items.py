@@ -29,6 +29,7 @@ from sublet.core.items import (
     has_it,
     refusal,
     shortened,
+    went_back,
 )
 from sublet.core.journal import StrandEnd, clerk_strand
 from sublet.core.lease import Lease, fence
@@ -281,7 +282,7 @@ def _lose(tx: Tx, terms: Terms, teller: int, items: Sequence[Item]) -> None:
 def _return_unknown(tx: Tx, desk: _Desk, known: set[int]) -> None:
     """An earlier try may have handed out items in an answer that was lost: nobody would work on them for a whole visibility."""
     for (item,) in tx.rows(
-        "SELECT id FROM item WHERE queue = ? AND state IN ('delayed', 'leased') AND state = 'leased' AND owner = ?",
+        "SELECT id FROM item WHERE queue = ? AND state IN ('delayed', 'leased') AND state = 'leased' AND owner = ? ORDER BY id",
         desk.queue,
         desk.clerk,
     ):
@@ -393,7 +394,10 @@ def give_back(tx: Tx, clerk: int, nacks: Sequence[Nack]) -> list[SubletError | N
     for nack in sorted(nacks, key=lambda n: n.item):
         item = _item(tx, desk.queue, nack.item)
         if item is None or not has_it(item, clerk, nack.delivery):
-            answers[nack.item] = refusal(item, clerk, nack.delivery)
+            before = tx.again and went_back(
+                item, clerk, nack.delivery
+            )  # the answer to an earlier try was lost
+            answers[nack.item] = None if before else refusal(item, clerk, nack.delivery)
             continue
         back = decide_nack(item, nack, desk.terms, now)
         _put_back(tx, item, nack, back)

@@ -61,9 +61,11 @@ class PostgresItemVerbs(ItemVerbs):
 
     def extend(self, clerk: int, held: Sequence[tuple[int, int]], visibility_us: int) -> set[int]:
         kept = self.engine.call_rows(
-            "UPDATE item SET visible_at = sublet_now() + %s FROM unnest(%s::bigint[], %s::bigint[]) AS h(id, delivery) "
-            "WHERE item.id = h.id AND state = 'leased' AND owner = %s AND item.delivery = h.delivery RETURNING item.id",
-            (visibility_us, [item for item, _ in held], [delivery for _, delivery in held], clerk),
+            # Locked by number, as completing does: in another order the two would wait for each other.
+            "WITH mine AS (SELECT i.id FROM item i JOIN unnest(%s::bigint[], %s::bigint[]) AS h(id, delivery) ON i.id = h.id "
+            "WHERE i.state = 'leased' AND i.owner = %s AND i.delivery = h.delivery ORDER BY i.id FOR UPDATE OF i) "
+            "UPDATE item SET visible_at = sublet_now() + %s FROM mine WHERE item.id = mine.id RETURNING item.id",
+            ([item for item, _ in held], [delivery for _, delivery in held], clerk, visibility_us),
             durable=False,
         )
         return {item for item, _ in held} - {row[0] for row in kept or ()}

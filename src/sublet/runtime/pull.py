@@ -4,6 +4,7 @@ Rules of this file:
 - An item that was pulled is completed, given back, or lost to somebody else; leaving its block without completing it gives it back.
 - While it is held its visibility is extended in the background, at a third of it. A process that is stopped or cut off extends nothing, and another
   one gets the item; its own late result is refused.
+- An item that nobody refers to any more can never be completed: it is not extended, and its visibility runs out.
 - A worker that is told to leave gives back what it did not finish, and that counts as nobody's failure.
 """
 
@@ -13,6 +14,7 @@ import contextlib
 import os
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol
@@ -42,6 +44,7 @@ class Item:
     """One delivery of an item: `with item: item.complete(result)`."""
 
     __slots__ = (
+        "__weakref__",
         "_desk",
         "begun_us",
         "body",
@@ -95,7 +98,7 @@ class Item:
         self._desk.give_back([(self, self.failed(error, delay))])
 
     def failed(self, error: BaseException | str, delay: str | float | None = None) -> Nack:
-        told = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+        told = "".join(traceback.format_exception(error)) if isinstance(error, BaseException) else str(error)
         delay_us = None if delay is None else parse_duration(delay, what="delay")
         return Nack(item=self.id, delivery=self.delivery, failed=True, error=told, delay_us=delay_us)
 
@@ -130,7 +133,8 @@ class Held:
         self._clock = clock
         self._extend = extend
         self._name = name
-        self._items: dict[tuple[int, int], Item] = {}
+        self._items: dict[tuple[int, int], weakref.ref[Item]] = {}
+        self._visibility_us: dict[tuple[int, int], int] = {}
         self._due_us: dict[tuple[int, int], int] = {}
         self._wakes_us = 0  # when the thread looks again by itself
         self._changed = threading.Condition()
@@ -142,7 +146,7 @@ class Held:
 
     def all(self) -> list[Item]:
         with self._changed:
-            return list(self._items.values())
+            return [item for ref in self._items.values() if (item := ref()) is not None]
 
     def numbers(self) -> list[int]:
         with self._changed:
@@ -154,7 +158,8 @@ class Held:
             due_us = self._wakes_us
             for item in items:
                 at = (item.id, item.delivery)
-                self._items[at] = item
+                self._items[at] = weakref.ref(item)
+                self._visibility_us[at] = item.visibility_us
                 self._due_us[at] = now + item.visibility_us // EXTENSIONS
                 due_us = min(due_us, self._due_us[at])
             if self._items and self._thread is None:
@@ -169,8 +174,12 @@ class Held:
     def remove(self, items: Iterable[Item]) -> None:
         with self._changed:
             for item in items:
-                self._items.pop((item.id, item.delivery), None)
-                self._due_us.pop((item.id, item.delivery), None)
+                self._forget((item.id, item.delivery))
+
+    def _forget(self, at: tuple[int, int]) -> None:
+        self._items.pop(at, None)
+        self._visibility_us.pop(at, None)
+        self._due_us.pop(at, None)
 
     def _keep(self) -> None:
         left_alone = False
@@ -187,12 +196,15 @@ class Held:
                     self._wakes_us = next_us
                     self._changed.wait((next_us - now) / 1e6)
                     continue
+                for at in [at for at, item in self._items.items() if item() is None]:
+                    self._forget(at)
                 # All of one visibility together: one transaction for them, whenever they were pulled.
                 visibility = next(
-                    self._items[at].visibility_us for at, due in self._due_us.items() if due <= now
+                    (self._visibility_us[at] for at, due in self._due_us.items() if due <= now), 0
                 )
-                batch = [at for at, item in self._items.items() if item.visibility_us == visibility]
-            self._extend_batch(batch, visibility, now)
+                batch = [at for at, one in self._visibility_us.items() if one == visibility]
+            if batch:
+                self._extend_batch(batch, visibility, now)
 
     def _extend_batch(self, batch: list[tuple[int, int]], visibility_us: int, now: int) -> None:
         try:
@@ -202,11 +214,12 @@ class Held:
             lost, again_us = set(), now + visibility_us // (EXTENSIONS * 4)  # soon: it may be our last chance
         with self._changed:
             for at in batch:
-                item = self._items.get(at)
-                if item is None:
+                if at not in self._items:
                     continue
                 if at[0] in lost:
-                    item.lost = True
-                    del self._items[at], self._due_us[at]
+                    item = self._items[at]()
+                    if item is not None:
+                        item.lost = True
+                    self._forget(at)
                 else:
                     self._due_us[at] = again_us

@@ -15,6 +15,7 @@ import itertools
 import os
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,17 @@ from sublet.core.errors import (
     SubletError,
     TooLarge,
 )
-from sublet.core.items import Ack, Draft, ItemState, Nack, Terms, check_visibility, from_text, to_text
+from sublet.core.items import (
+    Ack,
+    Draft,
+    ItemState,
+    Nack,
+    Terms,
+    check_visibility,
+    check_whole,
+    from_text,
+    to_text,
+)
 from sublet.core.lease import Holder
 from sublet.core.values import check_name, parse_duration
 from sublet.ports.bell import Bell
@@ -112,16 +123,20 @@ class Queue:
         self._open_broker = broker
         self._broker: Broker | None = None
         self._prepare = prepare
-        self._lock = threading.RLock()
-        self._broker_lock = (
-            threading.Lock()
-        )  # of its own: one thread may wait at the broker while another one completes
+        self._new_locks()
+        _used.add(self)
         self._pid = os.getpid()
         self._record: QueueRecord | None = None
         self._clerk = 0
         self._batch = 0
+        self._unanswered: list[Draft] | None = None  # the last batch, while nobody knows whether it is there
         self._held = self._new_held()
         self._asked_alive_us = -ALIVE_US
+
+    def _new_locks(self) -> None:
+        self._lock = threading.RLock()
+        # Of its own: one thread may wait at the broker while another one completes.
+        self._broker_lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -154,6 +169,7 @@ class Queue:
             if self._pid != os.getpid():
                 # A forked child has none of its parent's items, and is a clerk of its own.
                 self._pid, self._clerk, self._batch, self._broker = os.getpid(), 0, 0, None
+                self._unanswered = None
                 self._held = self._new_held()
             if self._record is None:
                 self._prepare()
@@ -204,6 +220,7 @@ class Queue:
         `key` is for dedupe: a function of the item, or the key itself for one item. A key is published once; the same key with another item is
         refused with `FingerprintMismatch` after the others are in.
         """
+        check_whole(batch, what="the batch")
         if not 1 <= batch <= 10_000:
             raise BadInput(f"a batch is 1 to 10000 items, not {batch}")
         one = not isinstance(items, Iterable) or isinstance(items, str | bytes | bytearray | dict)
@@ -269,8 +286,13 @@ class Queue:
     def _into_ledger(self, drafts: Sequence[Draft]) -> Published:
         with self._lock:  # batches are numbered, so that one whose answer was lost is not published twice
             clerk = self._me(make=True)
+            if self._unanswered is not None and self._unanswered != list(drafts):
+                # The number may be used: whatever else came under it would be taken for the first one, and dropped.
+                self._batch += 1
+            self._unanswered = list(drafts)
             done = self._ledger.publish(clerk, self._batch + 1, drafts)
             self._batch += 1
+            self._unanswered = None
             return done
 
     # pulling
@@ -314,7 +336,9 @@ class Queue:
     ) -> list[Item]:
         """As `pull`, all at once; whoever takes them gives them back. `also_stored`: those too whose result the sink has already."""
         record = self._at()
-        visibility_us = check_visibility(visibility_us or record.terms.visibility_us)
+        visibility_us = check_visibility(
+            record.terms.visibility_us if visibility_us is None else visibility_us
+        )
         until = self._clock.monotonic_us() + wait_us
         bell: Bell | None = None
         try:
@@ -337,20 +361,22 @@ class Queue:
                 bell.close()
 
     def _take_now(self, most: int, visibility_us: int) -> list[Item]:
-        clerk = self._me()
+        items = self._pulled(most, visibility_us)
+        missing = most - len(items)
+        if missing and self._open_broker is not None:
+            try:
+                if self._take_in(missing, wait_us=0 if items else BROKER_WAIT_US):
+                    items += self._pulled(missing, visibility_us)
+            except SubletError:
+                if not items:
+                    raise  # what was pulled is not held up by a broker that is down: the next one to ask is told
+        if not items and self._end_the_dead():
+            items = self._pulled(most, visibility_us)
+        return items
+
+    def _pulled(self, most: int, visibility_us: int) -> list[Item]:
         sent = self._clock.monotonic_us()
-        given = self._ledger.pull(clerk, most, visibility_us, self._held.numbers())
-        missing = most - len(given)
-        if (
-            missing
-            and self._at_broker() is not None
-            and self._take_in(missing, wait_us=0 if given else BROKER_WAIT_US)
-        ):
-            given += self._ledger.pull(
-                clerk, most - len(given), visibility_us, [*self._held.numbers(), *(d.item for d in given)]
-            )
-        if not given and self._end_the_dead():
-            given = self._ledger.pull(clerk, most, visibility_us, self._held.numbers())
+        given = self._ledger.pull(self._me(), most, visibility_us, self._held.numbers())
         items = [Item(self, delivery, visibility_us, sent) for delivery in given]
         self._held.add(items)
         return items
@@ -376,12 +402,12 @@ class Queue:
             return items
         try:
             known = self.sink.known([item.idempotency_key for item in again])
-        except SubletError:
-            self.give_back((item, _untouched(item)) for item in items)
-            raise
-        stored = [item for item in again if item.idempotency_key in known]
-        if stored:
+            stored = [item for item in again if item.idempotency_key in known]
             self._acknowledge([(item, "null") for item in stored])
+        except BaseException:
+            with contextlib.suppress(SubletError):
+                self.give_back((item, _untouched(item)) for item in items)
+            raise
         return [item for item in items if not item.over]
 
     # from a broker
@@ -498,10 +524,11 @@ class Queue:
         while True:
             fresh = list(itertools.islice(source, max(0, MAP_AHEAD - len(waiting))))
             if fresh:
-                keys = [_map_key(key, body) for body in fresh]
-                pairs = dict(zip(keys, fresh, strict=True))
-                self._publish_pairs(pairs)
-                waiting.extend(keys)
+                drafts = [
+                    Draft(body=to_text(body, what="an item"), key=_map_key(key, body)) for body in fresh
+                ]
+                self._publish_mapped(drafts)
+                waiting.extend(draft.key for draft in drafts)
             if not waiting:
                 return
             while waiting and waiting[0] in known:
@@ -517,15 +544,16 @@ class Queue:
             if not worked and waiting[0] not in known:
                 threading.Event().wait(MAP_LOOK_SECONDS)
 
-    def _publish_pairs(self, pairs: dict[str, Any]) -> None:
-        drafts = [Draft(body=to_text(body, what="an item"), key=key) for key, body in pairs.items()]
-        for some in _batches(iter(drafts), PUBLISHED_AT_ONCE):
-            done = self._publish_batch(some)
-            if done.conflicts:
-                raise FingerprintMismatch(
-                    f"the key {done.conflicts[0][:80]} is known with another item",
-                    remedy="give map a key that tells the items apart",
-                )
+    def _publish_mapped(self, drafts: Sequence[Draft]) -> None:
+        each = {draft.key: draft for draft in drafts}
+        conflicts = [draft.key for draft in drafts if each[draft.key] != draft]
+        for some in _batches(iter(each.values()), PUBLISHED_AT_ONCE) if not conflicts else ():
+            conflicts += self._publish_batch(some).conflicts
+        if conflicts:
+            raise FingerprintMismatch(
+                f"the key {conflicts[0][:80]} is known with another item",
+                remedy="give map a key that tells the items apart",
+            )
 
     def _work_one(self, function: Callable[[Any], Any], visibility_us: int | None) -> bool:
         worked = False
@@ -612,6 +640,8 @@ class Queue:
         self, *states: ItemState, actor: str = "", on_progress: Callable[[int], None] = lambda n: None
     ) -> int:
         """Forget items of these states; how many."""
+        if not all(isinstance(state, ItemState) for state in states):
+            raise BadInput("purge takes states, such as ItemState.DEAD")
         return self._in_parts(
             lambda: self._ledger.purge(
                 self._at().id, states, most=PURGED_AT_ONCE, actor=actor or self.tenant
@@ -650,6 +680,18 @@ class Queue:
                     self.sink.close()
 
 
+#: A thread that had a queue's lock when another one forked is not there in the child, and would have it for ever.
+_used: weakref.WeakSet[Queue] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for queue in _used:
+        queue._new_locks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _untouched(item: Item) -> Nack:
     return Nack(item=item.id, delivery=item.delivery, failed=False)
 
@@ -657,6 +699,8 @@ def _untouched(item: Item) -> Nack:
 def _key_of(key: Key, body: Any) -> str:
     if key is None:
         return ""
+    if not isinstance(key, str) and not callable(key):
+        raise BadInput(f"key {key!r:.60} is neither a text nor a function of the item")
     made = key if isinstance(key, str) else key(body)
     if not isinstance(made, str) or not made:
         raise BadInput(f"key made {made!r} of an item: it must be a text, such as with key=str")

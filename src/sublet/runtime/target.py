@@ -117,7 +117,7 @@ def load(text: str, batched: bool) -> Trouble | None:
                 return Trouble(f"{where} has no {name}")
             found = getattr(found, part)
     except (Exception, SystemExit) as e:
-        return Trouble(f"{where} could not be imported: {_in_short(e)}", _told(e))
+        return Trouble(f"{where} could not be imported: {_in_short(e)}", told(e))
     if not isinstance(found, type):
         if not callable(found):
             return Trouble(f"{text} is neither a function nor a class")
@@ -136,7 +136,7 @@ def load(text: str, batched: bool) -> Trouble | None:
         if setup is not None:
             setup()
     except (Exception, SystemExit) as e:
-        return Trouble(f"{text} could not be set up: {_in_short(e)}", _told(e))
+        return Trouble(f"{text} could not be set up: {_in_short(e)}", told(e))
     _ready = _Ready(made.process, getattr(made, "teardown", None), batched)
     return None
 
@@ -180,7 +180,7 @@ def process(bodies: list[Any]) -> Processed:
             _as_many(_ready.process(bodies), len(bodies)) if _ready.batched else [_ready.process(bodies[0])]
         )
     except (Exception, SystemExit) as e:
-        return Processed([], _told(e))
+        return Processed([], told(e))
     return Processed([_written(result) for result in results])
 
 
@@ -205,7 +205,7 @@ def _written(result: Any) -> tuple[bool, str]:
     except (NotJson, TooLarge) as e:
         return False, f"{type(e).__name__}: {e.message}; {e.remedy}"
     except Exception as e:  # somebody's __str__ or __iter__
-        return False, _told(e)
+        return False, told(e)
 
 
 def unload() -> str:
@@ -217,11 +217,11 @@ def unload() -> str:
     try:
         was.teardown()
     except (Exception, SystemExit) as e:
-        return _told(e)
+        return told(e)
     return ""
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     # The frames of this file are of no use to who reads it.
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:

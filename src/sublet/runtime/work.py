@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from sublet.core.drain import BatchPlan, plan_batch
-from sublet.core.errors import BadInput, Disconnected, LeaseLost, Refused, SubletError, WorkerLost
+from sublet.core.errors import BadInput, CallFailed, Disconnected, LeaseLost, Refused, SubletError, WorkerLost
 from sublet.core.exits import TERMINATED_CODE, Outcome, exit_code
 from sublet.core.items import ItemState, Nack, in_turn
 from sublet.core.lease import EndReason, LeaseState
@@ -304,6 +304,9 @@ class Work:
                     self._make_ready(partial(self._hand_back, queue, items))
                     items = [item for item in items if not item.over]
                     items += self._take(queue, self._wanted() - len(items))
+                    if not self._loaded:  # lost again while the others were taken
+                        self._hand_back(queue, items)
+                        items = []
                 if not items:
                     continue
             return queue, items
@@ -312,16 +315,26 @@ class Work:
     def _take(self, queue: Queue, most: int) -> list[Item]:
         if most <= 0:
             return []
-        return self._patiently(
-            lambda: queue.take(most, visibility_us=self._terms.visibility_us), f"queue {queue.name}"
-        )
+        try:
+            return self._patiently(
+                lambda: queue.take(most, visibility_us=self._terms.visibility_us), f"queue {queue.name}"
+            )
+        except LeaseLost as lost:  # acknowledging what the sink had already
+            self._lost_lease(None, [], _Taken(lost.message))
+            return []
 
     def _all_empty(self) -> bool:
         """Nothing to be had now or later, and nothing in the hands of others, who might yet give it back."""
-        return not any(
+        if any(
             self._patiently(partial(queue.peek, 1, state=state), f"queue {queue.name}")
             for queue in self._queues.values()
             for state in (ItemState.READY, ItemState.DELAYED, ItemState.LEASED)
+        ):
+            return False
+        # Between two of these looks an item may have gone back where was looked before: only one look at all of them counts.
+        return not any(
+            (now := self._patiently(queue.stats, f"queue {queue.name}")).ready or now.delayed or now.leased
+            for queue in self._queues.values()
         )
 
     def _wait_for_items(self, idle_since: int) -> None:
@@ -402,7 +415,7 @@ class Work:
         self.tally.batches += 1
         try:
             if lease is None:
-                return target.process(bodies)
+                return self._here(bodies)
             call = self._called(lambda: lease.run(target.process, bodies))
             while not call.over:
                 why = self._must_end(lease, begun, len(items))
@@ -410,7 +423,7 @@ class Work:
                     self._check_told()
                     return _Taken(why)
                 self._pause(GLANCE_US)
-            answer: Processed = call.value()
+            answer = self._answer(call)
             self._measure(len(items), self._now() - begun)
             return answer
         except WorkerLost as lost:
@@ -422,6 +435,26 @@ class Work:
             self.tally.work_us += took
             for item in items:
                 item.begun_us = self._now() - took // len(items)  # each had its part of the time
+
+    def _here(self, bodies: list[Any]) -> Processed:
+        try:
+            return target.process(bodies)
+        except KeyboardInterrupt:  # whoever sits here
+            raise
+        except BaseException as e:
+            return Processed([], target.told(e))
+
+    def _answer(self, call: _Call) -> Processed:
+        """What the items raised is theirs, also what is no Exception, such as a cancelled coroutine's end, and an answer too large to be sent."""
+        try:
+            answer: Processed = call.value()
+            return answer
+        except BaseException as e:
+            # What came from there has its traceback as the cause. Without one it is this process that failed, such as at a closed standard output.
+            from_there = not isinstance(e, Exception) or e.__cause__ is not None
+            if not from_there or (isinstance(e, SubletError) and not isinstance(e, CallFailed)):
+                raise
+            return Processed([], target.told(e))
 
     def _called(self, work: Callable[[], Any]) -> _Call:
         self._call = _Call(self._stirred.set, work)
