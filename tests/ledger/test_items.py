@@ -15,6 +15,7 @@ from sublet.core.items import Ack, Draft, ItemState, Nack, Terms
 from sublet.core.lease import EndReason, Holder
 from sublet.failpoints import ConnectionDropped
 from sublet.ports.items import Delivery
+from sublet.ports.topics import queue_topic
 
 from .rig import HERE, MINUTE, SECOND, Rig
 
@@ -400,6 +401,89 @@ def test_a_lost_connection_at_any_place_publishes_pulls_and_completes_once(postg
     stats = desk.stats
     assert (stats.ready, stats.leased, stats.done, stats.published, stats.completed) == (1, 0, 1, 2, 1)
     assert postgres.faults() == []
+
+
+def test_a_lost_answer_takes_nothing_from_who_knows_what_it_has(postgres: Rig) -> None:
+    postgres.tenant()
+    desk = Desk(postgres)
+    a = desk.clerk()
+    desk.publish(a, '"x"', '"y"')
+    first = desk.one(a)
+    place = "after_commit_before_reply"
+    failpoints.arm(place, lambda: _drop_once(place))
+    assert [d.body for d in postgres.ledger.pull(a, 5, VISIBLE, [first.item])] == ['"y"']
+    assert desk.done(a, first) is None
+
+
+def test_whoever_counts_what_is_handed_out_waits_for_who_counts_already(postgres: Rig) -> None:
+    """Two that pull at once must not both see the last place free."""
+    postgres.tenant()
+    desk = Desk(postgres, concurrency=1)
+    a = desk.clerk()
+    desk.publish(a, '"x"', '"y"')
+    given: list[Delivery] = []
+    engine: Any = postgres.ledger.engine
+    with engine.connect() as other:
+        with other.transaction():
+            other.execute("SELECT id FROM queue WHERE id = %s FOR UPDATE", (desk.queue.id,))
+            thread = threading.Thread(target=lambda: given.extend(desk.pull(a)))
+            thread.start()
+            thread.join(0.5)
+            assert thread.is_alive(), "it counted without the lock"
+        thread.join()
+    assert len(given) == 1
+
+
+def test_what_comes_back_rings(desk: Desk) -> None:
+    a, b = desk.clerk(), desk.clerk()
+    desk.publish(a, '"x"')
+    bell = desk.rig.ledger.bell()
+    try:
+        bell.listen(queue_topic(desk.queue.id))
+        while bell.wait(300_000):
+            pass  # of publishing
+        desk.back(a, desk.one(a))
+        assert bell.wait(10 * SECOND), "given back"
+        while bell.wait(300_000):
+            pass
+        desk.one(b)
+        desk.rig.ledger.end_clerk(b)
+        assert bell.wait(10 * SECOND), "its clerk is gone"
+    finally:
+        bell.close()
+
+
+def test_purging_and_redriving_go_by_parts(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, *['"x"'] * 3)
+    for _ in range(3):
+        for given in desk.pull(a, 3):
+            desk.back(a, given, failed=True, delay_us=0)
+    ledger, queue = desk.rig.ledger, desk.queue.id
+    assert desk.stats.dead == 3
+    assert [ledger.redrive(queue, None, most=2, actor="test") for _ in range(3)] == [2, 1, 0]
+    for given in desk.pull(a, 5):
+        desk.done(a, given)
+    desk.publish(a, *['"y"'] * 4)
+    both = (ItemState.READY, ItemState.DONE)
+    assert [ledger.purge(queue, both, most=3, actor="test") for _ in range(4)] == [3, 3, 1, 0]
+
+
+def test_redriven_it_has_all_its_losses_again_and_its_error_until_it_is_done(desk: Desk) -> None:
+    a = desk.clerk()
+    desk.publish(a, '"x"')
+    for _ in range(3):
+        desk.one(a)
+        desk.rig.ledger.end_clerk(a)
+    (dead,) = desk.rig.ledger.items(desk.queue.id, ItemState.DEAD)
+    assert desk.rig.ledger.redrive(desk.queue.id, [dead.id], most=1, actor="test") == 1
+    for losses in (0, 1):
+        assert desk.one(a).losses == losses
+        desk.rig.ledger.end_clerk(a)
+    desk.back(a, desk.one(a))
+    assert desk.rig.ledger.item(desk.queue.id, dead.id).error == dead.error, (
+        "a nack without an error keeps it"
+    )
 
 
 @pytest.mark.parametrize("place", ["before_begin", "before_commit", "after_commit_before_reply"])

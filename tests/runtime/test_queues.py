@@ -799,3 +799,117 @@ def test_an_error_may_be_anything(new: Callable[..., Queue]) -> None:
     (item,) = queue.take(1)
     item.fail(404)
     assert next(queue.dead()).error == "404"
+
+
+def test_map_does_not_wait_for_what_was_purged(new: Callable[..., Queue]) -> None:
+    queue = new()
+
+    def meanwhile(body: str) -> str:
+        if body == "b":
+            queue.purge(ItemState.LEASED)
+        return body.upper()
+
+    given = queue.map(meanwhile, ["a", "b", "c"])
+    assert next(given) == "A"
+    with pytest.raises(NotFound, match="purged"):
+        next(given)
+    assert list(queue.map(str.upper, ["a", "b", "c"])) == ["A", "B", "C"]
+
+
+# --- what is held --------------------------------------------------------------------------------------------
+
+
+def test_what_is_over_is_not_extended_any_more(new: Callable[..., Queue]) -> None:
+    queue = new()
+    queue.publish(["a", "b"])
+    one, two = queue.take(2)
+    one.complete("r")
+    assert queue._held.numbers() == [two.id]
+    two.nack()
+    assert queue._held.numbers() == []
+
+
+def test_a_worker_hears_that_its_item_is_gone(new: Callable[..., Queue]) -> None:
+    shelf = Shelf()
+    queue = new(sink=shelf)
+    queue.publish("a")
+    (item,) = queue.take(1, visibility_us=300_000)
+    queue.purge(ItemState.LEASED)
+    wait_until(lambda: item.lost)
+    with pytest.raises(StaleDelivery):
+        item.complete("r")
+    assert shelf.stored == {}, "what is known to be somebody else's is not stored"
+
+
+def test_each_item_is_extended_by_its_own_visibility_and_again_after_an_error(
+    new: Callable[..., Queue], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = new()
+    queue.publish(["short", "long"])
+    ledger = wiring.open_ledger(settings)
+    extend, asked = ledger.extend, []
+
+    def watched(clerk: int, held: Any, visibility_us: int) -> set[int]:
+        asked.append((list(held), visibility_us))
+        if len(asked) == 1:
+            raise sublet.Disconnected
+        return extend(clerk, held, visibility_us)
+
+    monkeypatch.setattr(ledger, "extend", watched)
+    (short,), (long,) = queue.take(1, visibility_us=300_000), queue.take(1, visibility_us=600_000_000)
+    wait_until(lambda: len(asked) >= 3)
+    assert {(tuple(held), us) for held, us in asked} == {(((short.id, 1),), 300_000)}
+    assert queue.item(long.id).visible_at > queue.stats().at + 300_000_000
+
+
+def test_after_a_rest_items_are_extended_again(
+    new: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, other = new(), new()
+    queue.publish(["a", "b"])
+    monkeypatch.setattr(queue._held._changed, "wait_for", lambda fact, seconds: bool(fact()))
+    (first,) = queue.take(1, visibility_us=300_000)
+    first.complete("r")
+    wait_until(lambda: queue._held._thread is None)
+    (second,) = queue.take(1, visibility_us=300_000)
+    before = queue.item(second.id).visible_at
+    wait_until(lambda: queue.item(second.id).visible_at > before)
+    assert other.take(1) == []
+
+
+def test_the_work_on_an_item_begins_when_the_loop_comes_to_it(new: Callable[..., Queue]) -> None:
+    queue = new()
+    queue.publish(["slow", "fast"])
+    for item in queue.pull(2):
+        if item.body == "slow":
+            time.sleep(0.3)
+        item.complete()
+    slow, fast = queue.results()
+    assert fast.work_us < 300_000 <= slow.work_us
+
+
+def test_who_waits_sees_what_becomes_due_though_no_bell_rings(new: Callable[..., Queue]) -> None:
+    queue = new()
+    queue.publish("a", delay="300ms")
+    begun = time.monotonic()
+    assert [item.body for item in queue.take(1, wait_us=60_000_000)] == ["a"]
+    assert time.monotonic() - begun < 30
+
+
+def test_a_page_of_large_results_is_small(
+    new: Callable[..., Queue], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = new()
+    queue.publish(["x" * 400_000] * 20)
+    queue.complete((item, None) for item in queue.take(20))
+    ledger = wiring.open_ledger(settings)
+    items, pages = ledger.items, []
+
+    def watched(*given: Any, **options: Any) -> Any:
+        pages.append(options["limit"])
+        return items(*given, **options)
+
+    monkeypatch.setattr(ledger, "items", watched)
+    assert len(list(queue.results())) == 20
+    assert pages[0] == 16
+    assert pages[1] < 16

@@ -571,9 +571,15 @@ class Queue:
 
     def _learn(self, waiting: deque[str], known: dict[str, ItemRecord]) -> None:
         wanted = [key for key in itertools.islice(waiting, 200) if key not in known]
-        for record in self._ledger.items_by_key(self._at().id, wanted):
-            if record.state in (ItemState.DONE, ItemState.DEAD):
-                known[record.key] = record
+        found = {record.key: record for record in self._ledger.items_by_key(self._at().id, wanted)}
+        if waiting[0] in wanted and waiting[0] not in found and self._open_broker is None:
+            raise NotFound(
+                f"an item that map waits for was purged ({waiting[0][:80]}); results before it were given out",
+                remedy="map again: what is done is not done twice, what was purged is published again",
+            )
+        known |= {
+            key: record for key, record in found.items() if record.state in (ItemState.DONE, ItemState.DEAD)
+        }
 
     # looking, and operating
 
