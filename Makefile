@@ -57,11 +57,11 @@ docs: $(VENV)/.dev ## write the generated reference pages anew
 
 proof: $(VENV)/.dev ## the long storms
 	@SUBLET_STORM_SECONDS=$${SUBLET_STORM_SECONDS:-180} SUBLET_HOSTILE=$${SUBLET_HOSTILE:-1000} \
-	  SUBLET_HANDOVERS=$${SUBLET_HANDOVERS:-1000} SUBLET_BUCKET_STORM=$${SUBLET_BUCKET_STORM:-150} \
-	  $(BIN)/pytest -s tests/storms tests/store/test_bucket_states.py::test_a_storm_of_faults tests/drivers/test_cuda.py::test_handovers_with_scrubbing
+	  SUBLET_HANDOVERS=$${SUBLET_HANDOVERS:-1000} SUBLET_BUCKET_STORM=$${SUBLET_BUCKET_STORM:-150} SUBLET_QUEUE_STORM=$${SUBLET_QUEUE_STORM:-10000} \
+	  $(BIN)/pytest -s tests/storms tests/brokers/test_storm.py tests/store/test_bucket_states.py::test_a_storm_of_faults tests/drivers/test_cuda.py::test_handovers_with_scrubbing
 	@SUBLET_CRASH_STATES=$${SUBLET_CRASH_STATES:-5000} SUBLET_KILLS=$${SUBLET_KILLS:-all} SUBLET_DAMAGES=$${SUBLET_DAMAGES:-10000} \
 	  SUBLET_MANIFESTS=$${SUBLET_MANIFESTS:-10000} SUBLET_RACES=$${SUBLET_RACES:-300} $(BIN)/pytest -s tests/store/test_power_loss.py \
-	  tests/store/test_killed_at_a_call.py tests/store/test_replicas.py tests/store/test_hostile_manifests.py tests/store/test_races.py
+	  tests/store/test_killed_at_a_call.py tests/store/test_replicas.py tests/store/test_hostile_manifests.py tests/store/test_races.py tests/sinks/test_files.py
 	@SUBLET_SHIM_DISTURBED=$${SUBLET_SHIM_DISTURBED:-20} $(BIN)/pytest -s tests/training/test_shim.py
 	@SUBLET_BLOCK_FLIPS=$${SUBLET_BLOCK_FLIPS:-10000} SUBLET_BLOCK_CRASHES=$${SUBLET_BLOCK_CRASHES:-8000} \
 	  SUBLET_CODEC_MUTATIONS=$${SUBLET_CODEC_MUTATIONS:-10000} SUBLET_BLOCK_SYSCALLS=$${SUBLET_BLOCK_SYSCALLS:-1000} \
