@@ -26,9 +26,10 @@ def main() -> None:
             except (BrokerDown, Disconnected):
                 time.sleep(0.05)
                 continue
-            if chance.random() < 0.5:
-                time.sleep(chance.random() / 50)  # a little work
             for start in range(0, len(items), 4):
+                time.sleep(
+                    chance.random() / 12
+                )  # a little work, so that a fast machine has items in hand when it is struck
                 some = [
                     (item, {"item": item.id, "body": item.body, "by": os.getpid()})
                     for item in items[start : start + 4]
