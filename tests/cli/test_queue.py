@@ -396,7 +396,7 @@ def test_watching_on_a_terminal(home: Home) -> None:
         wait_until(lambda: shows("") and child.poll() is not None)
         assert child.returncode == 0
         assert b"Traceback" not in drawn
-        queue.give_back((item, runtime_queues._untouched(item)) for item in rest)
+        queue.give_back((item, item.untouched()) for item in rest)
     finally:
         os.close(main_end)
         queue.close()

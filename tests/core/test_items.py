@@ -20,7 +20,6 @@ from sublet.core.items import (
     Nack,
     Tempo,
     Terms,
-    backoff,
     check_draft,
     counted,
     decide_loss,
@@ -33,6 +32,7 @@ from sublet.core.items import (
     shortened,
     to_text,
 )
+from sublet.core.requeue import backoff
 
 NOW = 1_000_000_000
 SECOND = 1_000_000
@@ -98,7 +98,7 @@ def test_a_lost_worker_is_no_failure() -> None:
 
 @given(st.integers(1, 200), st.integers(0, 10**9), st.integers(0, 3600 * SECOND))
 def test_a_backoff_is_bounded_and_grows(failures: int, seed: int, base: int) -> None:
-    pause = backoff(failures, seed, base)
+    pause = backoff(failures, seed, base, BACKOFF_CEILING_US)
     ceiling = max(base, BACKOFF_CEILING_US)
     whole = min(base << min(failures - 1, 20), ceiling)
     assert whole // 2 <= pause <= whole

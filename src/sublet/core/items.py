@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any
 
 from sublet.core.errors import BadInput, NotJson, StaleDelivery, SubletError, TooLarge
-from sublet.core.renewal import mix
+from sublet.core.requeue import backoff
 from sublet.core.values import DAY_US, MINUTE_US, SECOND_US, format_duration, format_size
 
 #: The most a body or a result holds, as JSON: what is larger belongs in a file, and its name in the item.
@@ -247,7 +247,9 @@ def decide_nack(item: Item, nack: Nack, terms: Terms, now: int) -> Back:
         )
     failures = item.failures + 1
     dead = failures >= terms.tries
-    delay = backoff(failures, item.id, terms.backoff_us) if nack.delay_us is None else nack.delay_us
+    # Items follow each other by number: times a prime, no item's second failure has the jitter of the next one's first.
+    pause = backoff(failures, item.id * 1009, terms.backoff_us, BACKOFF_CEILING_US)
+    delay = pause if nack.delay_us is None else nack.delay_us
     state = ItemState.DEAD if dead else ItemState.DELAYED if delay else ItemState.READY
     return Back(
         state=state,
@@ -271,12 +273,6 @@ def decide_loss(item: Item, terms: Terms, now: int) -> Back:
         losses=losses,
         why=f"its worker was lost {losses} times while it had this item" if dead else "",
     )
-
-
-def backoff(failures: int, seed: int, base_us: int) -> int:
-    """Doubles with each failure; half of it is jitter, so that what failed together does not come back together."""
-    pause = min(base_us << min(failures - 1, 20), max(base_us, BACKOFF_CEILING_US))
-    return pause // 2 + mix(seed * 1009 + failures) % (pause // 2 + 1)
 
 
 # --- between queues ------------------------------------------------------------------------------------------

@@ -81,9 +81,9 @@ def how(code: int | None) -> str:
     return f"it exited with {code}"
 
 
-def backoff(failures: int, seed: int, base_us: int = BACKOFF_US) -> int:
-    """Doubles with every failure in a row, up to a minute; half of it is jitter, so that many runs do not come back in step."""
-    pause = min(base_us << min(failures - 1, 20), max(base_us, BACKOFF_CEILING_US))
+def backoff(failures: int, seed: int, base_us: int = BACKOFF_US, ceiling_us: int = BACKOFF_CEILING_US) -> int:
+    """Doubles with every failure, up to a ceiling; half of it is jitter, so that what failed together does not come back in step."""
+    pause = min(base_us << min(failures - 1, 20), max(base_us, ceiling_us))
     return pause // 2 + mix(seed + failures) % (pause // 2 + 1)
 
 

@@ -89,13 +89,14 @@ class Item:
     def nack(self, delay: str | float | None = None) -> None:
         """Give it back untouched: to be had again at once, or after a delay. That is no failure."""
         delay_us = None if delay is None else parse_duration(delay, what="delay")
-        self._desk.give_back(
-            [(self, Nack(item=self.id, delivery=self.delivery, failed=False, delay_us=delay_us))]
-        )
+        self._desk.give_back([(self, self.untouched(delay_us))])
 
     def fail(self, error: BaseException | str, *, delay: str | float | None = None) -> None:
         """It was tried and failed: tried again after the queue's backoff or this delay, dead after the queue's tries."""
         self._desk.give_back([(self, self.failed(error, delay))])
+
+    def untouched(self, delay_us: int | None = None) -> Nack:
+        return Nack(item=self.id, delivery=self.delivery, failed=False, delay_us=delay_us)
 
     def failed(self, error: BaseException | str, delay: str | float | None = None) -> Nack:
         told = "".join(traceback.format_exception(error)) if isinstance(error, BaseException) else str(error)

@@ -10,8 +10,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import os
 import threading
 import warnings
@@ -24,7 +22,6 @@ from typing import Any
 from sublet.core.errors import (
     BadInput,
     FingerprintMismatch,
-    ItemFailed,
     NotFound,
     NotJson,
     StaleDelivery,
@@ -67,9 +64,6 @@ LOOK_US = 1_000_000
 ALIVE_US = 1_000_000
 #: How long one question to a broker waits there, when nothing else is to be had.
 BROKER_WAIT_US = 200_000
-#: `map` asks this often for what others are working on.
-MAP_LOOK_SECONDS = 0.05
-MAP_AHEAD = 2000
 
 Key = Callable[[Any], str] | str | None
 
@@ -230,7 +224,7 @@ class Queue:
         drafts = (
             Draft(
                 body=to_text(body, what=f"item {number}"),
-                key=_key_of(key, body),
+                key=key_of(key, body),
                 priority=priority,
                 delay_us=delay_us,
             )
@@ -323,7 +317,7 @@ class Queue:
         finally:
             if items:
                 with contextlib.suppress(SubletError):
-                    self.give_back((item, _untouched(item)) for item in items)
+                    self.give_back((item, item.untouched()) for item in items)
 
     def take(
         self,
@@ -406,7 +400,7 @@ class Queue:
             self._acknowledge([(item, "null") for item in stored])
         except BaseException:
             with contextlib.suppress(SubletError):
-                self.give_back((item, _untouched(item)) for item in items)
+                self.give_back((item, item.untouched()) for item in items)
             raise
         return [item for item in items if not item.over]
 
@@ -517,69 +511,14 @@ class Queue:
     ) -> Iterator[Any]:
         """The function's result for every item, in their order, each computed once: started again after a crash it goes on, and other
         processes at the same queue help. An item that failed every try raises `ItemFailed` when its turn comes."""
+        from sublet.runtime.mapping import mapped
+
         visibility_us = None if visibility is None else parse_duration(visibility, what="visibility")
-        waiting: deque[str] = deque()
-        known: dict[str, ItemRecord] = {}
-        source = iter(items)
-        while True:
-            fresh = list(itertools.islice(source, max(0, MAP_AHEAD - len(waiting))))
-            if fresh:
-                drafts = [
-                    Draft(body=to_text(body, what="an item"), key=_map_key(key, body)) for body in fresh
-                ]
-                self._publish_mapped(drafts)
-                waiting.extend(draft.key for draft in drafts)
-            if not waiting:
-                return
-            while waiting and waiting[0] in known:
-                yield _value_of(known[waiting[0]], waiting[0])
-                done = waiting.popleft()
-                if done not in waiting:
-                    del known[done]
-            if not waiting:
-                continue
-            worked = self._work_one(function, visibility_us)
-            if not worked or waiting[0] not in known:
-                self._learn(waiting, known)
-            if not worked and waiting[0] not in known:
-                threading.Event().wait(MAP_LOOK_SECONDS)
+        return mapped(self, function, items, key, visibility_us)
 
-    def _publish_mapped(self, drafts: Sequence[Draft]) -> None:
-        each = {draft.key: draft for draft in drafts}
-        conflicts = [draft.key for draft in drafts if each[draft.key] != draft]
-        for some in _batches(iter(each.values()), PUBLISHED_AT_ONCE) if not conflicts else ():
-            conflicts += self._publish_batch(some).conflicts
-        if conflicts:
-            raise FingerprintMismatch(
-                f"the key {conflicts[0][:80]} is known with another item",
-                remedy="give map a key that tells the items apart",
-            )
-
-    def _work_one(self, function: Callable[[Any], Any], visibility_us: int | None) -> bool:
-        worked = False
-        # Who maps wants the results themselves, also of what only the sink has.
-        for item in self.take(1, visibility_us=visibility_us, also_stored=True):
-            worked = True
-            with item, contextlib.suppress(StaleDelivery):
-                try:
-                    result = function(item.body)
-                except Exception as e:
-                    item.fail(e)
-                else:
-                    item.complete(result)
-        return worked
-
-    def _learn(self, waiting: deque[str], known: dict[str, ItemRecord]) -> None:
-        wanted = [key for key in itertools.islice(waiting, 200) if key not in known]
-        found = {record.key: record for record in self._ledger.items_by_key(self._at().id, wanted)}
-        if waiting[0] in wanted and waiting[0] not in found and self._open_broker is None:
-            raise NotFound(
-                f"an item that map waits for was purged ({waiting[0][:80]}); results before it were given out",
-                remedy="map again: what is done is not done twice, what was purged is published again",
-            )
-        known |= {
-            key: record for key, record in found.items() if record.state in (ItemState.DONE, ItemState.DEAD)
-        }
+    def by_key(self, keys: Sequence[str]) -> list[ItemRecord]:
+        """Those of these keys that are there, in no order."""
+        return self._ledger.items_by_key(self._at().id, keys)
 
     # looking, and operating
 
@@ -678,7 +617,7 @@ class Queue:
             if self._pid == os.getpid():
                 held = self._held.all()
                 with contextlib.suppress(SubletError):
-                    self.give_back((item, _untouched(item)) for item in held)
+                    self.give_back((item, item.untouched()) for item in held)
                 if self._broker is not None:
                     self._broker.close()
                     self._broker = None
@@ -698,11 +637,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _untouched(item: Item) -> Nack:
-    return Nack(item=item.id, delivery=item.delivery, failed=False)
-
-
-def _key_of(key: Key, body: Any) -> str:
+def key_of(key: Key, body: Any) -> str:
     if key is None:
         return ""
     if not isinstance(key, str) and not callable(key):
@@ -711,20 +646,6 @@ def _key_of(key: Key, body: Any) -> str:
     if not isinstance(made, str) or not made:
         raise BadInput(f"key made {made!r} of an item: it must be a text, such as with key=str")
     return made
-
-
-def _map_key(key: Callable[[Any], str] | None, body: Any) -> str:
-    """Without one of its own, an item is known by what it is."""
-    if key is not None:
-        return _key_of(key, body)
-    return hashlib.sha256(to_text(body, what="an item").encode()).hexdigest()[:32]
-
-
-def _value_of(record: ItemRecord, key: str) -> Any:
-    if record.state is ItemState.DEAD:
-        lines = record.error.strip().splitlines() or ["no error was kept"]
-        raise ItemFailed(f"item {record.id} ({key[:80]}) failed {record.failures} times: {lines[-1][:300]}")
-    return from_text(record.result)
 
 
 def _batches(drafts: Iterator[Draft], most: int) -> Iterator[list[Draft]]:

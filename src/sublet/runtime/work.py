@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from sublet.core.drain import BatchPlan, plan_batch
 from sublet.core.errors import BadInput, CallFailed, Disconnected, LeaseLost, Refused, SubletError, WorkerLost
 from sublet.core.exits import TERMINATED_CODE, Outcome, exit_code
-from sublet.core.items import ItemState, Nack, in_turn
+from sublet.core.items import ItemState, in_turn
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.notice import Notice
 from sublet.core.values import SECOND_US, format_duration, format_size
@@ -556,7 +556,7 @@ class Work:
 
     def _hand_back(self, queue: Queue, items: Iterable[Item]) -> None:
         """Untouched, at once to be had again, at its old place."""
-        back = [(item, _untouched(item)) for item in items if not item.over]
+        back = [(item, item.untouched()) for item in items if not item.over]
         for pause_us in (FIRST_PAUSE_US, 5 * FIRST_PAUSE_US, 0):
             try:
                 queue.give_back(back)
@@ -773,7 +773,3 @@ class Work:
             lease_s=self._lease.seconds_left if self._lease is not None else 0.0,
             doing=self._doing,
         )
-
-
-def _untouched(item: Item) -> Nack:
-    return Nack(item=item.id, delivery=item.delivery, failed=False)
