@@ -13,6 +13,10 @@ __version__ = "0.1.0"
 _HOME = {
     "gpu": "sublet.borrowing",
     "on_gpu": "sublet.borrowing",
+    "lease": "sublet.under_lease",
+    "keep": "sublet.under_lease",
+    "load_ipython_extension": "sublet.notebook.extension",
+    "unload_ipython_extension": "sublet.notebook.extension",
     "block": "sublet.keeping",
     "Durable": "sublet.keeping",
     "Block": "sublet.runtime.block",
@@ -40,6 +44,7 @@ _HOME = {
             "BlockTooSmall",
             "BrokerDown",
             "CallFailed",
+            "CannotTravel",
             "CompileFailed",
             "Damaged",
             "Disconnected",
@@ -47,6 +52,8 @@ _HOME = {
             "EffectBusy",
             "Fenced",
             "FingerprintMismatch",
+            "GpuSessionEnded",
+            "GpuUnavailable",
             "HeadMoved",
             "InvariantBroken",
             "ItemFailed",
@@ -98,6 +105,7 @@ if TYPE_CHECKING:
     from sublet.runtime.step import Completed, Duplicate
     from sublet.runtime.train import Preempted, Run
     from sublet.training import run_step, train
+    from sublet.under_lease import keep, lease
     from sublet.wiring import checkpoints
 
 __all__ = [
@@ -123,6 +131,8 @@ __all__ = [
     "gpu",
     "i32",
     "i64",
+    "keep",
+    "lease",
     "on_gpu",
     "queue",
     "run_step",

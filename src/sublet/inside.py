@@ -29,6 +29,7 @@ PAGE_BYTES = 4096
 _DEADLINE = struct.Struct("<q")
 _STEPS = struct.Struct("<qq")
 _STEPS_AT = 8
+_WARNED_AT = 24
 
 #: Names a file of one page that a run reports its steps to, whoever may be looking.
 STEPS_VARIABLE = "SUBLET_STEPS_FILE"
@@ -50,6 +51,11 @@ def read_steps(page: mmap.mmap) -> tuple[int, int]:
 
 def write_steps(page: mmap.mmap, working_on: int, committed: int) -> None:
     _STEPS.pack_into(page, _STEPS_AT, working_on, committed)
+
+
+def write_warned(page: mmap.mmap) -> None:
+    """The lease will go soon: whoever can save does so at the next point at which it can."""
+    page[_WARNED_AT] = 1
 
 
 def open_page(path: Path, *, create: bool = False) -> mmap.mmap:
@@ -94,6 +100,11 @@ class Tenancy:
         deadline_us: int = _DEADLINE.unpack_from(self.page, 0)[0]
         return max(0.0, (deadline_us - time.monotonic_ns() // 1000) / 1e6)
 
+    @property
+    def warned(self) -> bool:
+        """Whether the lease was said to go soon."""
+        return self.page[_WARNED_AT] != 0
+
     def check(self) -> None:
         if self.seconds_left <= 0:
             raise LeaseLost(f"lease {self.id} has ended: it was not renewed in time")
@@ -108,6 +119,18 @@ class Tenancy:
 
 
 _current: Tenancy | None = None
+_launches = 0
+
+
+def launched() -> None:
+    """A kernel was launched in this process."""
+    global _launches
+    _launches += 1
+
+
+def launches() -> int:
+    """How many kernels this process has launched through GpuSessions."""
+    return _launches
 
 
 def move_in(tenancy: Tenancy) -> None:

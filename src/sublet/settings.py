@@ -60,6 +60,7 @@ SPECS = (
         "who may warn that the GPU will go: auto (whatever is found here), none, or a list such as gce,slurm",
     ),
     Spec("time_limit", "SUBLET_TIME_LIMIT", "how long a process may run, such as 2h; it drains before that"),
+    Spec("price", "SUBLET_PRICE", "what a GPU-hour costs, such as 2.50: shown under cells and in reports"),
     Spec("host", "SUBLET_HOST", "the name of this machine in the ledger"),
 )
 
@@ -115,6 +116,7 @@ def _defaults(home: str) -> dict[str, str]:
         "preload": "numpy,torch,torch._dynamo,torch.optim",
         "notices": "auto",
         "time_limit": "",
+        "price": "",
         "host": _tidied(socket.gethostname(), "localhost"),
     }
 

@@ -106,11 +106,11 @@ def find_host_devices(settings: Settings, known: Mapping[str, Driver] | None = N
     return find_devices(settings["devices"], settings["host"], probes)
 
 
-def open_session(settings: Settings, lease: Lease, index: int, watchdog_us: int) -> Session:
-    """Open one of the lease's devices where the lease's work runs: here, or in its worker."""
+def opening_of(settings: Settings, lease: Lease, index: int, watchdog_us: int) -> Opening:
+    """What must be known to open one of the lease's devices, wherever its work runs."""
     device_id = lease.devices[index]
     device = next(d for d in open_ledger(settings).devices(settings["host"]) if d.id == device_id)
-    wanted = Opening(
+    return Opening(
         driver=device.driver,
         declared=_declared(settings["devices"], device.driver),
         host=settings["host"],
@@ -119,6 +119,11 @@ def open_session(settings: Settings, lease: Lease, index: int, watchdog_us: int)
         quota_bytes=lease.vram_bytes,
         watchdog_us=watchdog_us,
     )
+
+
+def open_session(settings: Settings, lease: Lease, index: int, watchdog_us: int) -> Session:
+    """Open one of the lease's devices where the lease's work runs: here, or in its worker."""
+    wanted = opening_of(settings, lease, index, watchdog_us)
     return open_device(wanted, lease) if lease._worker is None else RemoteSession(lease.run, wanted)
 
 
@@ -134,6 +139,8 @@ def workers(settings: Settings) -> Workers:
     preload = settings["preload"]
     # A module with `on_gpu` in it imports this, so every worker has it already.
     modules = "sublet.borrowing" if preload == "none" else f"sublet.borrowing,{_installed(preload)}"
+    if find_spec("IPython") is not None:  # a notebook's cells run in the same workers
+        modules += ",sublet.notebook.inside_cell"
     return LocalWorkers(settings.home, settings["host"], modules)
 
 

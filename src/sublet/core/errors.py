@@ -79,6 +79,13 @@ class ItemFailed(BadInput):
     remedy = "correct the function, then 'sublet queue redrive QUEUE'; the results of the others are kept"
 
 
+class CannotTravel(BadInput):
+    """A variable the cell uses cannot be sent to the GPU worker; nothing was run."""
+
+    code = "cannot_travel"
+    remedy = "make it inside the cell, or send what it is made from; --in names exactly what the cell needs"
+
+
 class Misconfigured(SubletError):
     """The installation or its settings cannot work; nothing was changed."""
 
@@ -175,6 +182,13 @@ class WorkerLost(LeaseLost):
     def __init__(self, message: str = "", *, begun: bool = True, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.begun = begun  # False: the call never reached the worker, so repeating it is safe
+
+
+class GpuSessionEnded(LeaseLost):
+    """GPU session ended. Rerun this cell to reacquire."""
+
+    code = "gpu_session_ended"
+    remedy = "rerun the cell: it leases a GPU again; the notebook's own variables are untouched"
 
 
 class Stale(SubletError):
@@ -313,6 +327,13 @@ class Disconnected(SubletError):
 
     code = "disconnected"
     remedy = "check that the ledger is up with 'sublet doctor', then retry"
+
+
+class GpuUnavailable(Disconnected):
+    """GPU unavailable: the ledger cannot be reached. Nothing was run, and the notebook's own variables are untouched."""
+
+    code = "gpu_unavailable"
+    remedy = "rerun the cell in a moment; 'sublet doctor' says what cannot be reached"
 
 
 class BrokerDown(Disconnected):

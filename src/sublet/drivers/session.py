@@ -21,6 +21,7 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol
 
+from sublet import inside
 from sublet.core.errors import BadInput, DeviceFault, KernelTimeout, OutOfMemory, SubletError
 from sublet.core.kernel import Scalar, launch_shape
 from sublet.core.values import format_duration, format_size
@@ -201,6 +202,7 @@ class GpuSession:
             self.tally.errors += 1
             raise
         self.tally.launches += 1
+        inside.launched()
 
     def sync(self) -> int:
         """Wait for everything launched; the device time it took, in microseconds."""

@@ -26,7 +26,7 @@ from sublet.core.lease import Holder
 from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
 from sublet.hosting.processes import ended
 from sublet.ports.command import Left
-from sublet.ports.worker import Call
+from sublet.ports.worker import Call, Screen
 from sublet.runs import RunFolder
 
 SUPERVISOR = (sys.executable, "-m", "sublet.hosting.command_supervisor")
@@ -141,6 +141,18 @@ class LocalCommand:
 
     def call_many(self, function: Callable[..., Any], calls: Sequence[Call]) -> list[tuple[bool, Any]]:
         raise BadInput("a command is not called; it runs")
+
+    def call_shown(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        screen: Screen,
+        answer: Callable[[Any], Any],
+    ) -> Any:
+        raise BadInput("a command is not called; it runs")
+
+    def warn(self) -> None:
+        inside.write_warned(self._page)
 
     def end(self, why: str) -> None:
         """Returns when everything of it is gone, or did not go in time."""

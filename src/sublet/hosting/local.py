@@ -23,6 +23,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,10 +41,11 @@ from sublet.hosting.channel import (
     send_with_fds,
 )
 from sublet.hosting.detached import last_line, spawn_detached
-from sublet.hosting.pickling import unpack, unpack_whole
+from sublet.hosting.pickling import pack, unpack, unpack_whole
 from sublet.hosting.processes import ended
+from sublet.hosting.screen import PlainScreen, ScreenPipe
 from sublet.hosting.shipping import UNSENDABLE, Parcel, Shipped
-from sublet.ports.worker import Call
+from sublet.ports.worker import Call, Screen
 
 START_SECONDS = 60.0
 END_WAIT_US = 2_000_000
@@ -188,6 +190,18 @@ class _Pipe:
         return more
 
 
+@dataclass(frozen=True, slots=True)
+class _Manner:
+    """How one call is waited for."""
+
+    screen: Screen | None = None
+    answer: Callable[[Any], Any] | None = None
+    returns_when_interrupted: bool = False
+
+
+_PLAINLY = _Manner()
+
+
 class LocalWorker:
     """Implements `ports.worker.Worker`."""
 
@@ -196,27 +210,30 @@ class LocalWorker:
         call, call_there = pair()
         out, out_there = os.pipe2(os.O_CLOEXEC)
         err, err_there = os.pipe2(os.O_CLOEXEC)
+        shown, shown_there = os.pipe2(os.O_CLOEXEC)
         page_fd = os.memfd_create("sublet-tenure", os.MFD_CLOEXEC)
         os.ftruncate(page_fd, inside.PAGE_BYTES)
         self._page = mmap.mmap(page_fd, inside.PAGE_BYTES)
-        theirs = [control_there.fileno(), call_there.fileno(), out_there, err_there, page_fd]
+        theirs = [control_there.fileno(), call_there.fileno(), out_there, err_there, page_fd, shown_there]
         try:
             ask(theirs)
         except BaseException:
             control.close()
             call.close()
-            os.close(out)
-            os.close(err)
+            for fd in (out, err, shown):
+                os.close(fd)
             raise
         finally:
             control_there.close()
             call_there.close()
-            for fd in (out_there, err_there, page_fd):
+            for fd in (out_there, err_there, page_fd, shown_there):
                 os.close(fd)
         self._control = control
         self._channel = Channel(call)
         self._out = _Pipe(out, lambda: sys.stdout)
         self._err = _Pipe(err, lambda: sys.stderr)
+        streams = {"stdout": lambda: sys.stdout, "stderr": lambda: sys.stderr}
+        self._shown = ScreenPipe(shown, PlainScreen(streams))
         self._shipped = Shipped()
         self._lock = threading.Lock()
         self._over = False  # told to end; nothing is of use any more
@@ -240,7 +257,7 @@ class LocalWorker:
         self._containment: str = facts["containment"]
         self._poller = select.poll()
         # In this order: what was printed before an answer is then always seen together with the answer.
-        for fd in (call.fileno(), out, err, control.fileno()):
+        for fd in (call.fileno(), out, err, shown, control.fileno()):
             self._poller.register(fd, select.POLLIN)
 
     @property
@@ -264,6 +281,9 @@ class LocalWorker:
         self._order({"deadline_us": kill_us, "answer": confirm})
         if confirm and json.loads(receive_with_fds(self._control)[0] or b"{}").get("obeyed") is not True:
             raise WorkerLost(f"the worker ended before it began: {self._why()}")
+
+    def warn(self) -> None:
+        inside.write_warned(self._page)
 
     def begin(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
         mine = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
@@ -307,6 +327,9 @@ class LocalWorker:
                     pipe.relay()  # what it said last
                 os.close(pipe.fd)
                 pipe.fd = -1
+        if self._shown.fd >= 0:
+            os.close(self._shown.fd)
+            self._shown.fd = -1
         if self._ending and self._supervisor_fd >= 0:
             fd, self._supervisor_fd = self._supervisor_fd, -1
             os.close(fd)
@@ -325,7 +348,22 @@ class LocalWorker:
             raise _revived(value)
         return [(well, result if well else _revived(result)) for well, result in value]
 
-    def _trip(self, function: Callable[..., Any], values: Any, *, several: bool) -> tuple[bool, Any]:
+    def call_shown(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        screen: Screen,
+        answer: Callable[[Any], Any],
+    ) -> Any:
+        manner = _Manner(screen, answer, returns_when_interrupted=True)
+        fine, value = self._trip(function, (tuple(args), {}), several=False, manner=manner)
+        if not fine:
+            raise _revived(value)
+        return value
+
+    def _trip(
+        self, function: Callable[..., Any], values: Any, *, several: bool, manner: _Manner = _PLAINLY
+    ) -> tuple[bool, Any]:
         if self._pid != os.getpid():
             raise WorkerLost("this worker belongs to the parent process")
         with self._lock:
@@ -335,7 +373,7 @@ class LocalWorker:
                 self._serial += 1
                 parcel = self._send(function, values, several)
                 look_briefly(self._poller)
-                kind, value = self._await(parcel)
+                kind, value = self._await(parcel, manner)
                 return kind == worker.RESULT, value
             finally:
                 if self._over:
@@ -357,7 +395,7 @@ class LocalWorker:
                 remedy="make it inside the function, or pass what it is made from",
             ) from e
 
-    def _await(self, parcel: Parcel) -> tuple[int, Any]:
+    def _await(self, parcel: Parcel, manner: _Manner) -> tuple[int, Any]:
         interrupted = arrived = obeyed = False
         while True:
             try:
@@ -365,14 +403,19 @@ class LocalWorker:
                 for pipe in (self._out, self._err):
                     if pipe.fd in fds and not pipe.relay():
                         self._poller.unregister(pipe.fd)
+                if self._shown.fd in fds and not self._shown.relay(manner.screen):
+                    self._poller.unregister(self._shown.fd)
                 if self._channel.fileno() in fds:
                     arrived = True
                     kind, serial, parts = self._channel.receive()
-                    arrived = serial == self._serial
-                    if arrived:
+                    arrived = serial == self._serial and kind != worker.ASKED
+                    if kind == worker.ASKED:
+                        self._answer(parts, serial, manner)
+                    elif arrived:
+                        self._shown.drain(manner.screen)
                         if kind != worker.NOT_BEGUN:
                             self._shipped.took(parcel)
-                        if not interrupted:
+                        if not interrupted or manner.returns_when_interrupted:
                             return kind, unpack(parts)
                         if not obeyed:
                             self._obeyed(OBEY_MS)
@@ -381,9 +424,9 @@ class LocalWorker:
                 elif self._control.fileno() in fds:
                     obeyed = self._obeyed(0)
                     if not obeyed:
-                        raise self._lost()
+                        raise self._lost(screen=manner.screen)
             except ChannelClosed:
-                raise self._lost() from None
+                raise self._lost(screen=manner.screen) from None
             except WorkerLost:
                 raise
             except KeyboardInterrupt:
@@ -400,6 +443,15 @@ class LocalWorker:
                     self._obeyed(OBEY_MS)
                 raise
 
+    def _answer(self, parts: list[memoryview], serial: int, manner: _Manner) -> None:
+        """What the call asks in its middle. One that nobody waits for any more is told nothing."""
+        answered = None
+        try:
+            if serial == self._serial and manner.answer is not None:
+                answered = manner.answer(unpack(parts))
+        finally:  # it waits for nothing else
+            self._channel.send(worker.ANSWERED, pack(answered), serial)
+
     def _obeyed(self, wait_ms: int) -> bool:
         """The supervisor has sent the interrupt, so that it cannot hit a later call. False: it said something else, or nothing."""
         with contextlib.suppress(OSError, ValueError):
@@ -410,12 +462,14 @@ class LocalWorker:
                 return True
         return False
 
-    def _lost(self, *, begun: bool = True) -> WorkerLost:
+    def _lost(self, *, begun: bool = True, screen: Screen | None = None) -> WorkerLost:
         if self._supervisor_fd >= 0:
             ended(self._supervisor_fd, END_WAIT_US)
         for pipe in (self._out, self._err):
             with contextlib.suppress(Exception):
                 pipe.relay()
+        with contextlib.suppress(Exception):
+            self._shown.drain(screen)
         self._ending = self._ending or self._why()
         return WorkerLost(f"the worker ended: {self._ending}", begun=begun)
 

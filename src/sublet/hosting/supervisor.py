@@ -307,7 +307,7 @@ def _status_of(pid: int) -> int | None:
 
 
 def spare(
-    assignments: socket.socket, folder: Path, serve: Callable[[int, int, int, int], NoReturn]
+    assignments: socket.socket, folder: Path, serve: Callable[[int, int, int, int, int], NoReturn]
 ) -> NoReturn:
     """Runs in a fork of the zygote: make a worker, wait until somebody wants it, supervise it."""
 

@@ -6,7 +6,8 @@ Rules of this file:
 - SIGTERM ends the code that runs by an exception, so that its `finally` blocks see it; SIGINT is the user's own interrupt, and
   counts only while the user's code runs.
 - A child that the user's code forks is not the worker: it answers nothing, and ends where it would have come back.
-- It knows the lease it works under (`sublet.inside`), not the ledger: no address, no token, no secret is in here.
+- It knows the lease it works under (`sublet.inside`), not the ledger: no address, no token, no secret is in here. What it needs of
+  them in the middle of a call it asks the process that called for (`ask_caller`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from sublet import inside
 from sublet.hosting.channel import Channel, ChannelClosed, look_briefly
 from sublet.hosting.pickling import Pickled, main_globals, pack, pack_whole, unpack, unpack_whole
 
-#: NOT_BEGUN: what the call needs could not be unpacked here; it is to be sent again.
-CALL, RESULT, RAISED, NOT_BEGUN = 1, 2, 3, 4
+#: NOT_BEGUN: what the call needs could not be unpacked here; it is to be sent again. ASKED: a question in the middle of a call.
+CALL, RESULT, RAISED, NOT_BEGUN, ASKED, ANSWERED = 1, 2, 3, 4, 5, 6
 _libc = ctypes.CDLL(None)
 
 
@@ -63,6 +64,10 @@ class Failure:
 
 
 _page: mmap.mmap | None = None
+_channel: Channel | None = None
+_serial = 0
+#: Where output goes that has to stay in one order with displays: see `hosting/screen.py`.
+screen_fd = -1
 #: What SIGINT does while user code runs. Between calls it is ignored: it was meant for one that is over.
 _on_interrupt: Any = signal.default_int_handler
 
@@ -77,6 +82,9 @@ def move_in(terms: Terms) -> int:
     sys.path[:] = terms.path
     sys.argv[:] = terms.arguments or [""]
     inside.move_in(inside.Tenancy(terms.lease_id, terms.epoch, _page))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # every fork of the zygote has its state
     threads = terms.environment.get("OMP_NUM_THREADS", "")
     torch = sys.modules.get("torch")
     if torch is not None and threads.isdigit() and int(threads):
@@ -84,8 +92,22 @@ def move_in(terms: Terms) -> int:
     return os.getpid()
 
 
-def serve(call_fd: int, out_fd: int, err_fd: int, page_fd: int) -> NoReturn:
-    global _page
+def ask_caller(question: Any) -> Any:
+    """In the middle of a call: ask the process that made it. Only from the thread the call runs in."""
+    assert _channel is not None
+    # An interrupt between question and answer would leave the answer to be taken for the next call.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        _channel.send(ASKED, pack(question), _serial)
+        kind, _, parts = _channel.receive()
+        assert kind == ANSWERED
+        return unpack(parts)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve(call_fd: int, out_fd: int, err_fd: int, page_fd: int, show_fd: int) -> NoReturn:
+    global _page, _channel, screen_fd
     for fd, standard in ((out_fd, 1), (err_fd, 2)):
         os.dup2(fd, standard)
         os.close(fd)
@@ -103,10 +125,11 @@ def serve(call_fd: int, out_fd: int, err_fd: int, page_fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.register_at_fork(after_in_child=_in_child)
     gc.unfreeze()
-    channel = Channel(socket.socket(fileno=call_fd))
+    screen_fd = show_fd
+    _channel = Channel(socket.socket(fileno=call_fd))
     code = 0
     try:
-        _loop(channel)
+        _loop(_channel)
     except ChannelClosed:
         pass
     except Ending:
@@ -137,12 +160,14 @@ def _ignore_interrupts() -> None:
 
 
 def _loop(channel: Channel) -> None:
+    global _serial
     functions: dict[int, Callable[..., Any]] = {}
     poller = select.poll()
     poller.register(channel.fileno(), select.POLLIN)
     while True:
         look_briefly(poller)  # for the next call of a loop
         _, serial, parts = channel.receive()
+        _serial = serial
         try:
             answer, packed = _answer(functions, parts)
         except KeyboardInterrupt as e:  # another, while the first was being dealt with

@@ -35,6 +35,8 @@ LOOK_SECONDS = 1.0
 #: The new worker's first moments matter more than the next spare.
 SPARE_AFTER_SECONDS = 0.15
 ASK_PATIENCE_SECONDS = 2.0
+#: What a request brings: control, calls, standard output and error, the page, the screen.
+FDS = 6
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -123,7 +125,7 @@ class Zygote:
                 pid, uid, _ = _CREDENTIALS.unpack(raw)
                 message, fds = receive_with_fds(asker)
                 try:
-                    if message and uid == os.getuid() and len(fds) == 5:
+                    if message and uid == os.getuid() and len(fds) == FDS:
                         self._in_hand = [asker.fileno(), *fds]
                         self._hand_over(pid, fds)
                 finally:

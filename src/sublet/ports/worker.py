@@ -16,6 +16,16 @@ from sublet.core.lease import Holder
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
+class Screen(Protocol):
+    """Where a cell's output appears. Called in the order in which it was made, by whoever waits for the cell."""
+
+    def text(self, stream: str, text: str) -> None:
+        """`stream` is stdout or stderr."""
+
+    def show(self, what: Mapping[str, Any]) -> None:
+        """A display, an update of one, a result, or the wish to clear them: see `notebook/inside_cell.py`."""
+
+
 class Worker(Protocol):
     @property
     def holder(self) -> Holder: ...
@@ -33,11 +43,24 @@ class Worker(Protocol):
     def arm(self, stop_us: int, kill_us: int, *, confirm: bool = False) -> None:
         """No new device work after the first, no process after the second. Called at the grant and at every renewal."""
 
+    def warn(self) -> None:
+        """The lease will go soon. Called when its holder hears so; whatever runs there may save and stop."""
+
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run it there; what it prints appears here, what it raises is raised here."""
 
     def call_many(self, function: Callable[..., Any], calls: Sequence[Call]) -> list[tuple[bool, Any]]:
         """Several calls in one trip: (True, result) or (False, exception) each."""
+
+    def call_shown(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        screen: Screen,
+        answer: Callable[[Any], Any],
+    ) -> Any:
+        """A call whose output goes to a screen, and which may ask the caller something while it runs. An interrupt is passed on, and
+        what the call then returns is returned: it says itself that it was interrupted."""
 
     def end(self, why: str) -> None:
         """Returns when it is gone, or has been told and did not answer in time."""

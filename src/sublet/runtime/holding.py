@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
@@ -28,7 +28,7 @@ from sublet.core.renewal import local_deadline
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
 from sublet.ports.session import Session
-from sublet.ports.worker import Call, Worker
+from sublet.ports.worker import Call, Screen, Worker
 
 #: Leaving must not hang: a lease that cannot be given back runs out by itself.
 RELEASE_PATIENCE_US = 2_000_000
@@ -183,6 +183,12 @@ class Lease:
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call it in the leased worker: what it prints appears here, what it returns or raises comes back."""
         return self._in_worker(lambda worker: worker.call(function, args, kwargs))
+
+    def run_shown(
+        self, function: Callable[..., Any], args: Sequence[Any], screen: Screen, answer: Callable[[Any], Any]
+    ) -> Any:
+        """Call it in the leased worker with its output on a screen; `answer` is what it may ask meanwhile."""
+        return self._in_worker(lambda worker: worker.call_shown(function, args, screen, answer))
 
     def run_many(self, function: Callable[..., Any], calls: list[Call]) -> list[tuple[bool, Any]]:
         """Several calls in one trip: (True, result) or (False, exception) each."""

@@ -1,0 +1,27 @@
+"""`%load_ext sublet`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sublet.core.errors import MissingExtra
+
+
+def load_ipython_extension(shell: Any) -> None:
+    try:
+        from sublet.notebook.magics import GpuMagics
+    except ImportError as e:
+        raise MissingExtra(
+            f"the notebook part is not installed: {e}", remedy="pip install 'sublet[notebook]'"
+        ) from e
+    magics = GpuMagics(shell)
+    shell.register_magics(magics)
+    magics.bench.warm_up()
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop("gpu", None)
+    magics = shell.magics_manager.registry.pop("GpuMagics", None)
+    if magics is not None:
+        magics.bench.close()

@@ -1,0 +1,230 @@
+"""One cell, inside the leased worker.
+
+Rules of this file:
+- The worker's `__main__` is the cell's namespace. What the notebook sent is put there first; what the cell bound or changed is found by
+  comparing before with after, and travels back in one pickle.
+- What cannot travel stays here, under its name, for the next cell; the notebook is told.
+- A point (`sublet.keep()`, or the start of an iteration of one of the cell's own outermost loops) is where the kept names agree with
+  each other. Only there are they saved, and only there is the cell stopped when the GPU goes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from sublet import inside
+from sublet.core.cell import POINT, Points
+from sublet.core.errors import NotDurable
+from sublet.hosting import worker
+from sublet.hosting.marks import mark, packed, unpacked
+from sublet.hosting.pickling import main_globals, pack, pack_whole, unpack, unpack_whole
+from sublet.hosting.shipping import UNSENDABLE
+from sublet.notebook.worker_shell import CellShell, shell
+from sublet.ports.cell import (
+    RESULT,
+    CellFailure,
+    CellOrder,
+    CellReport,
+    Packed,
+    Saving,
+    Snapshot,
+    is_users,
+)
+from sublet.runtime import cell_random
+
+
+class Stopped(BaseException):
+    """The GPU goes, and everything kept is saved. Not an Exception: the cell must not swallow it by accident."""
+
+
+class _Keeping:
+    """What the running cell keeps, and when it was last saved."""
+
+    def __init__(self, names: tuple[str, ...], every_us: int) -> None:
+        self._names = names
+        self._every_us = every_us
+        self._saved_at = _now_us()
+        self._by_hand = False
+        self._thread = threading.get_ident()
+        self.stopped = ""
+
+    def automatic(self) -> None:
+        if not self._by_hand:
+            self._point()
+
+    def by_hand(self) -> bool:
+        self._by_hand = True
+        return self._point()
+
+    def _point(self) -> bool:
+        tenancy = inside.tenancy()
+        warned = tenancy is not None and tenancy.warned
+        if not self._names or threading.get_ident() != self._thread:
+            return False
+        if not warned and _now_us() - self._saved_at < self._every_us:
+            return False
+        space = main_globals()
+        if any(name not in space for name in self._names):
+            return False
+        kept = {name: space[name] for name in self._names}
+        try:
+            values = packed(pack(kept))
+        except UNSENDABLE as e:
+            raise NotDurable(f"what --keep names could not be saved: {_culprit(kept) or e}") from e
+        answer: Saving = worker.ask_caller(Snapshot(values=values, random=cell_random.take()))
+        self._saved_at = _now_us()
+        if answer.failed:
+            raise NotDurable(answer.failed)
+        if answer.stop:
+            self.stopped = answer.stop
+            raise Stopped(answer.stop)
+        return True
+
+
+_keeping: _Keeping | None = None
+
+
+def point() -> bool:
+    """See `sublet.keep`."""
+    return _keeping.by_hand() if _keeping is not None else False
+
+
+def run(order: CellOrder) -> CellReport:
+    """Called in the worker, once per cell."""
+    global _keeping
+    space = main_globals()
+    here = shell(order.front, order.colors)
+    for name in order.forget:
+        space.pop(name, None)
+    space.update(unpack(unpacked(order.values)))
+    if order.random is not None:
+        cell_random.put(order.random)
+    drawn = cell_random.take()
+    before = dict(space)
+    marks = {name: _mark(space[name]) for name in order.watch if name in space}
+    _keeping = _Keeping(order.keep, order.every_us)
+    setattr(builtins, POINT, _keeping.automatic)
+    points = Points()
+    if order.keep:
+        here.ast_transformers.append(points)
+    launched = inside.launches()
+    try:
+        error = _execute(here, order)
+    finally:
+        stopped = _keeping.stopped
+        _keeping = None
+        if order.keep:
+            here.ast_transformers.remove(points)
+    if isinstance(error, worker.Ending):
+        raise error
+    failure = None if error is None or stopped else _failure(here, error)
+    found, gone = _found(space, before, marks, order)
+    stayed: dict[str, str] = {}
+    modules = {name: value.__name__ for name, value in found.items() if type(value) is ModuleType}
+    found = {name: value for name, value in found.items() if name not in modules}
+    if here.has_result and failure is None and not stopped:
+        found[RESULT] = here.result
+    values = _travelling(found, stayed)
+    result = RESULT in found and RESULT not in stayed
+    stayed.pop(RESULT, None)
+    here.result = None
+    here.frames.flush()
+    random = cell_random.take()
+    return CellReport(
+        values=values,
+        gone=gone,
+        stayed=stayed,
+        modules=modules,
+        result=result,
+        failure=failure,
+        stopped=stopped,
+        launches=inside.launches() - launched,
+        random=random if order.keep or random != drawn else None,
+    )
+
+
+def _execute(here: CellShell, order: CellOrder) -> BaseException | None:
+    here.execution_count = order.count
+    here.compile.header = order.header  # type: ignore[attr-defined]
+    done = here.run_cell(order.source)
+    error: BaseException | None = done.error_before_exec or done.error_in_exec
+    return error
+
+
+def _found(
+    space: Mapping[str, Any], before: Mapping[str, Any], marks: Mapping[str, bytes | None], order: CellOrder
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What comes back by name, and what the cell deleted."""
+    gone = tuple(sorted(name for name in before if name not in space and is_users(name)))
+    if order.out is not None:
+        wanted: Iterable[str] = dict.fromkeys((*order.out, *order.keep))
+        return {name: space[name] for name in wanted if name in space}, gone
+    found = {
+        name: value
+        for name, value in space.items()
+        if is_users(name) and (name not in before or before[name] is not value)
+    }
+    for name, known in marks.items():
+        if name in space and name not in found and (known is None or _mark(space[name]) != known):
+            found[name] = space[name]
+    return found, gone
+
+
+def _mark(value: Any) -> bytes | None:
+    try:
+        return mark(pack(value))
+    except UNSENDABLE:
+        return b""  # it cannot travel back either
+
+
+def _travelling(found: dict[str, Any], stayed: dict[str, str]) -> Packed:
+    """All in one pickle; if that cannot be, without those to blame."""
+    try:
+        return packed(pack(found))
+    except UNSENDABLE:
+        for name in list(found):
+            try:
+                pack(found[name])
+            except UNSENDABLE as e:
+                stayed[name] = str(e)
+                del found[name]
+        return packed(pack(found))
+
+
+def _culprit(values: Mapping[str, Any]) -> str:
+    for name, value in values.items():
+        try:
+            pack(value)
+        except UNSENDABLE as e:
+            return f"{name}: {e}"
+    return ""
+
+
+def _failure(here: CellShell, error: BaseException) -> CellFailure:
+    trace = here.trace or (f"{type(error).__name__}: {error}",)
+    here.trace = ()
+    bare = error.with_traceback(None)
+    bare.__context__ = None
+    pickled = b""
+    try:
+        pickled = pack_whole(bare)
+        unpack_whole(pickled)
+    except Exception:
+        pickled = b""
+    return CellFailure(kind=type(error).__name__, text=_text(error), pickled=pickled, trace=trace)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:10_000]
+    except Exception:
+        return "its message cannot be shown"
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000

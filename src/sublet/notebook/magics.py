@@ -1,0 +1,127 @@
+"""`%%gpu` and `%gpu`.
+
+Rules of this file:
+- Words in, a cell out: what a cell is and what becomes of it is `runtime/cell.py`; how it looks is `notebook/panel.py`.
+- A cell that cannot run costs nothing: it is read, and its options are checked, before a GPU is asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+
+from sublet.core.cell import names_of
+from sublet.core.errors import SubletError
+from sublet.notebook.front import Front, brief, cell_error, rendered, syntax_error
+from sublet.notebook.options import CELL_HELP, LINE_HELP, BadOption, parse_cell, parse_line
+from sublet.notebook.panel import Panel
+from sublet.notebook.workbench import Workbench
+from sublet.runtime.cell import Ran, Source, Wish
+
+_MISSING_NAME = re.compile(r"name '(\w+)' is not defined")
+
+
+@magics_class
+class GpuMagics(Magics):
+    shell: Any
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.front = Front(shell)
+        self.bench = Workbench(self.front)
+        self.panel = Panel(self.front, self.bench)
+
+    @no_var_expand
+    @line_cell_magic
+    def gpu(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell on a leased GPU (%%gpu), or look after it (%gpu). `%%gpu --help` lists the options."""
+        try:
+            if cell is None:
+                return self._line(line)
+            if self.bench.plainly():
+                return self._here(cell)
+            raised = self._cell(line, cell)
+        except BadOption as e:
+            raise UsageError(f"{e.message}\n  → {e.remedy}") from None
+        except SubletError as e:
+            raise brief(e) from None
+        except KeyboardInterrupt as e:
+            raise rendered(e, ("KeyboardInterrupt",)) from None
+        if raised is not None:  # by the cell itself: not an error of ours, whatever its class
+            raise raised
+        return None
+
+    # the cell
+
+    def _cell(self, line: str, cell: str) -> BaseException | None:
+        """What is to be raised, if anything."""
+        wish = parse_cell(line)
+        if wish is None:
+            print(CELL_HELP)
+            return None
+        source = self._source(line, cell)
+        if not isinstance(source, Source):
+            return source
+        return self._show(wish, self.bench.run(wish, source, self.shell.user_ns))
+
+    def _source(self, line: str, cell: str) -> Source | BaseException:
+        # One line for the magic, so that a traceback names the notebook's own lines.
+        header = f"%%gpu {line}".rstrip()
+        body = f"#{header}\n{cell}"
+        count = len(self.shell.user_ns.get("In", [""])) - 1
+        python = self.shell.transform_cell(body)
+        try:
+            names = names_of(python)
+        except SyntaxError as e:
+            e.filename = self.shell.compile.cache(python, count)
+            lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, e, None)
+            return syntax_error(str(e.msg), tuple(lines))
+        return Source(
+            body=body,
+            header=header,
+            count=count,
+            reads=names.reads,
+            front=self.front.kind,
+            colors=str(self.shell.colors),
+        )
+
+    def _show(self, wish: Wish, ran: Ran) -> BaseException | None:
+        report = ran.report
+        if report is not None and report.result and ran.error is None:
+            self.front.remember_result(ran.result)
+        self.panel.under_cell(wish, ran)
+        if report is not None and report.failure is not None:
+            failure = report.failure
+            error = cell_error(failure)
+            missing = _MISSING_NAME.match(failure.text) if failure.kind == "NameError" else None
+            hint = self.bench.cells.hint(missing[1]) if missing else ""
+            return rendered(error, (*failure.trace, hint)) if hint else error
+        return brief(ran.error) if ran.error is not None else None
+
+    def _here(self, cell: str) -> Any:
+        """Plainly, in this process: it has its GPU already, or SUBLET_DISABLE=1."""
+        tree = ast.parse(self.shell.transform_cell(cell), "<%%gpu>")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        space = self.shell.user_ns
+        exec(compile(tree, "<%%gpu>", "exec"), space)
+        return (
+            eval(compile(ast.Expression(last.value), "<%%gpu>", "eval"), space) if last is not None else None
+        )
+
+    # the line
+
+    def _line(self, line: str) -> Any:
+        verb, rest = parse_line(line)
+        if verb == "help":
+            print(LINE_HELP)
+        elif verb == "release":
+            self.panel.released(self.bench.release())
+        elif verb == "restore":
+            self.panel.restored(self.bench.restore(self.shell.user_ns, rest[0] if rest else ""))
+        else:
+            getattr(self.panel, verb)()
+        return None

@@ -1,0 +1,149 @@
+"""What may stand behind `%%gpu` and `%gpu`: words in, a checked wish out.
+
+Rules of this file:
+- Wrong words are told at once, with what would be right, before anything is leased.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any, NoReturn
+
+from sublet.core.device import parse_exclusivity
+from sublet.core.errors import BadInput
+from sublet.core.lease import parse_tier
+from sublet.core.values import parse_duration, parse_size, parse_size_range
+from sublet.runtime.cell import Wish
+
+VERBS = ("status", "cost", "release", "quota", "history", "restore")
+
+CELL_HELP = """Run this cell on a leased GPU:  %%gpu [options]
+
+  --vram 8GB         per device; a range such as 8GB..16GB takes what is free (1GiB)
+  --ttl 5m           how long the GPU stays warm after the last cell (5m)
+  --tier TIER        interactive, batch or spot (interactive)
+  --count 2          devices, all or none (1)
+  --keep model,step  saved after the cell and every so often during it; a rerun after a loss goes on from there
+  --every 30s        how often during the cell (30s)
+  --in a,b           exactly these variables go along (those the cell reads); they do not come back
+  --out c            exactly these come back (those the cell binds or changes)
+  --wait 2m          how long to queue; 0: now or never (as long as it takes)
+  --least 4GB        take a smaller slice, down to this, rather than wait
+  --exclusivity E    shared, session or device (shared)
+  --tenant NAME      who it is for
+  --release          give the GPU back at the end of this cell
+
+Example:  %%gpu --vram 8GB --ttl 5m --keep model,optim"""
+
+LINE_HELP = """Look after this notebook's GPU:  %gpu [status|cost|release|quota|history|restore [JOB]]
+
+  status    the lease, the time left, what is kept (also plain %gpu)
+  cost      every cell's line, and the total the ledger has
+  release   give the GPU back now
+  quota     what the tenant may use, and uses
+  history   the leases of this notebook, and why each ended
+  restore   put what was kept back into the notebook's variables; JOB: of another notebook or kernel"""
+
+
+class BadOption(BadInput):
+    """What stands behind %%gpu or %gpu is wrong; nothing was run."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadOption(f"%%gpu: {message}", remedy="%%gpu --help lists the options")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if not name.isidentifier():
+            raise BadOption(
+                f"{name[:40]!r} is not the name of a variable", remedy="write for example --keep model,optim"
+            )
+    return names
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="%%gpu", add_help=False, allow_abbrev=False)
+    parser.add_argument("--vram", default=Wish.__dataclass_fields__["vram"].default)
+    parser.add_argument("--ttl", default="5m")
+    parser.add_argument("--tier", default="interactive")
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--keep", default="")
+    parser.add_argument("--every", default="30s")
+    parser.add_argument("--in", dest="takes", default=None)
+    parser.add_argument("--out", dest="gives", default=None)
+    parser.add_argument("--wait", default="")
+    parser.add_argument("--least", default="")
+    parser.add_argument("--exclusivity", default="shared")
+    parser.add_argument("--tenant", default="")
+    parser.add_argument("--release", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    return parser
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as e:
+        raise BadOption(f"%%gpu: {e}: {line[:80]!r}", remedy="close the quote") from None
+
+
+def parse_cell(line: str) -> Wish | None:
+    """None: the help was asked for."""
+    try:
+        return _parsed(line)
+    except BadOption:
+        raise
+    except BadInput as e:
+        raise BadOption(e.message, remedy=e.remedy) from None
+
+
+def _parsed(line: str) -> Wish | None:
+    found: Any = _parser().parse_args(_split(line))
+    if found.help:
+        return None
+    parse_size_range(found.vram, what="--vram")
+    parse_duration(found.ttl, what="--ttl")
+    parse_tier(found.tier)
+    parse_exclusivity(found.exclusivity)
+    if found.least:
+        parse_size(found.least, what="--least")
+    if found.wait:
+        parse_duration(found.wait, what="--wait")
+    if found.count < 1:
+        raise BadOption(f"--count {found.count} must be at least 1")
+    return Wish(
+        vram=found.vram,
+        ttl=found.ttl,
+        tier=found.tier,
+        count=found.count,
+        exclusivity=found.exclusivity,
+        tenant=found.tenant,
+        wait=found.wait,
+        least=found.least,
+        takes=None if found.takes is None else _names(found.takes),
+        gives=None if found.gives is None else _names(found.gives),
+        keep=_names(found.keep),
+        every_us=parse_duration(found.every, what="--every"),
+        release=found.release,
+    )
+
+
+def parse_line(line: str) -> tuple[str, list[str]]:
+    """The verb, and what stands behind it."""
+    words = _split(line)
+    verb = words[0] if words else "status"
+    if verb in ("-h", "--help", "help"):
+        return "help", []
+    if verb not in VERBS:
+        raise BadOption(
+            f"%gpu {verb[:40]!r} is unknown",
+            remedy=f"use one of {', '.join(VERBS)}; to run a cell write %%gpu",
+        )
+    rest = words[1:]
+    if rest and (verb != "restore" or len(rest) > 1):
+        raise BadOption(f"%gpu {verb} takes nothing more: {' '.join(rest)[:60]!r}")
+    return verb, rest

@@ -1,0 +1,108 @@
+"""While a cell waits for its GPU: the place in the waitlist, and the choice of a smaller one now.
+
+Rules of this file:
+- One display, drawn anew, gone when the GPU is there. The reason is the one admission gave.
+- An offer is held only for a moment: who does not answer in time keeps the place in the waitlist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+
+from sublet.core.admission import Wait
+from sublet.core.values import format_duration, format_size
+from sublet.notebook.front import Front
+from sublet.ports.ledger import Answer
+
+#: An answer that comes at the last moment must still reach the ledger.
+ANSWER_MARGIN_US = 1_000_000
+
+
+def _eta(wait: Wait | None) -> str:
+    if wait is None or wait.eta_us is None:
+        return "no estimate"
+    return f"in about {format_duration(wait.eta_us)}" if wait.eta_us >= 1_000_000 else "any moment"
+
+
+class Waiting:
+    """Shown from the first wait to the grant."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._id = f"sublet-wait-{secrets.token_hex(4)}"
+        self._shown = False
+        self._last = ""
+        self._eta = "later"
+
+    def __call__(self, wait: Wait) -> None:
+        self._eta = _eta(wait)
+        self._draw(
+            f"Waiting for a GPU: place {wait.position} in the waitlist, {self._eta} ({wait.reason}). Interrupt to leave."
+        )
+
+    def offered(self, answer: Answer) -> bool:
+        """A smaller slice is held for us: take it?"""
+        row = answer.lease
+        now, wanted = format_size(row.slices[0].vram_bytes), format_size(row.request.vram_bytes)
+        question = f"{now} now, or {wanted} {self._eta}. Take {now} now? [y/N] "
+        self._draw(f"{now} is free now; {wanted} {self._eta}.")
+        reply = ask(question, (row.offer_until - answer.at - ANSWER_MARGIN_US) / 1e6)
+        return reply.strip().lower() in ("y", "yes")
+
+    def over(self) -> None:
+        if self._shown and self._front.kind == "notebook":
+            self._front.publish({"text/plain": ""}, transient={"display_id": self._id}, update=True)
+
+    def _draw(self, text: str) -> None:
+        if text == self._last:
+            return
+        self._last = text
+        if self._front.kind == "terminal":
+            self._front.text("stderr", f"{text}\n")
+            return
+        data = {"text/plain": text, "text/html": f"<small style='opacity:.75'>⏳ {html.escape(text)}</small>"}
+        self._front.publish(data, transient={"display_id": self._id}, update=self._shown)
+        self._shown = True
+
+
+def ask(question: str, seconds: float) -> str:
+    """What the user types, or '' when nobody answers in time."""
+    if seconds <= 0:
+        return ""
+    with _given_up_after(seconds) as given_up:
+        try:
+            return input(question)
+        except KeyboardInterrupt:
+            if given_up.is_set():
+                return ""
+            raise
+        except Exception:  # a front end that cannot be asked
+            return ""
+
+
+@contextlib.contextmanager
+def _given_up_after(seconds: float) -> Iterator[threading.Event]:
+    """Both a terminal's and a kernel's `input()` are left by an interrupt, and by nothing else."""
+    given_up, answered = threading.Event(), threading.Lock()
+
+    def give_up() -> None:
+        with answered:
+            if not over:
+                given_up.set()
+                signal.raise_signal(signal.SIGINT)
+
+    over = False
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield given_up
+    finally:
+        with answered:
+            over = True
+        timer.cancel()

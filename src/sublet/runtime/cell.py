@@ -1,0 +1,411 @@
+"""A notebook's GPU: the lease its cells share, and one cell on it.
+
+Rules of this file:
+- The lease outlives the cell: it is renewed while a cell computes, kept warm until its ttl runs out, and taken anew by the next cell.
+  Whatever ends it, the notebook's own process and its variables stay.
+- A cell that found its lease gone before it began is run on a new one. A cell that lost it under way is not run again: only its author
+  knows whether it may be.
+- What is billed is what the ledger says: each cell's line ends at the ledger's clock, and the lines of a lease add up to its usage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sublet.core.cell_account import Account, Line
+from sublet.core.errors import (
+    BadInput,
+    Disconnected,
+    GpuSessionEnded,
+    GpuUnavailable,
+    LeaseLost,
+    NotDurable,
+    SubletError,
+    WorkerLost,
+)
+from sublet.core.lease import Lease as LeaseRow
+from sublet.core.lease import LeaseState
+from sublet.core.notice import Notice
+from sublet.ports.cell import RESULT, CellOrder, CellReport, InStep, Luggage, Packing, Saving, Snapshot
+from sublet.ports.clock import Clock
+from sublet.ports.ledger import Ledger
+from sublet.ports.worker import Screen
+from sublet.runtime import cell_random
+from sublet.runtime.cell_keep import Kept, KeptState
+from sublet.runtime.holding import Lease
+from sublet.runtime.late_module import module_or_late
+
+#: How often, and how long apart, an unreachable ledger is asked before the cell gives up.
+RETRY_SECONDS = (0.2, 0.5, 1.0)
+#: After a loss: how long to wait for a save that was under way to say whether it counted.
+SETTLE_SECONDS = 0.5
+#: How `Lease` says why a worker was lost.
+_REASON = re.compile(r"GPU session ended \((.*?)\);", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a `%%gpu` line asks for, checked."""
+
+    vram: str = "1GiB"
+    ttl: str = "5m"
+    tier: str = "interactive"
+    count: int = 1
+    exclusivity: str = "shared"
+    tenant: str = ""
+    wait: str = ""
+    least: str = ""
+    takes: tuple[str, ...] | None = None  # --in
+    gives: tuple[str, ...] | None = None  # --out
+    keep: tuple[str, ...] = ()
+    every_us: int = 30_000_000
+    release: bool = False
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What a lease must be like to serve this cell. The ttl counts when a lease is taken, not for one that is warm."""
+        return (self.vram, self.tier, self.count, self.exclusivity, self.tenant)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A cell as the notebook has it."""
+
+    body: str
+    header: str
+    count: int
+    reads: tuple[str, ...]
+    front: str
+    colors: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ran:
+    """What became of a cell, for whoever shows it."""
+
+    report: CellReport | None = None
+    line: Line | None = None
+    kept: Kept | None = None
+    result: Any = None
+    stayed: dict[str, str]
+    error: SubletError | None = None  # lost, or not saved; what the cell itself raised is in the report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trip:
+    """One cell on its way, and how things stood before it."""
+
+    wish: Wish
+    source: Source
+    space: MutableMapping[str, Any]
+    lease: Lease
+    began: int
+    kept_before: Kept | None
+    written_before: int
+
+
+class Takes(Protocol):
+    """Leases a GPU for a wish, held by a worker and renewed. Waits, asks and refuses as the surface likes."""
+
+    def __call__(self, wish: Wish) -> Lease: ...
+
+
+class Cells:
+    """One notebook's."""
+
+    def __init__(
+        self,
+        take: Takes,
+        ledger: Callable[[], Ledger],
+        clock: Clock,
+        kept: KeptState,
+        packing: Packing,
+        run_inside: Callable[[CellOrder], CellReport],
+    ) -> None:
+        self._take = take
+        self._ledger = ledger
+        self._clock = clock
+        self.kept = kept
+        self._packing = packing
+        self._run_inside = run_inside
+        self._place: tuple[object, ...] = ()
+        self._in_step: InStep = packing.in_step()
+        self._unsettled: dict[str, None] = {}  # leases whose end is not in the account yet
+        self._lost_names: dict[str, str] = {}
+        self._drawn: Mapping[str, bytes] = {}  # the notebook's random states when both sides had the same
+        self._random_there: Mapping[str, bytes] = {}
+        self._pid = os.getpid()
+        self.lease: Lease | None = None
+        self.account = Account()
+
+    # the lease
+
+    def _serves(self, wish: Wish) -> bool:
+        lease = self.lease
+        if lease is None:
+            return False
+        if self._pid != os.getpid():
+            self.lease, self._pid = None, os.getpid()  # in a forked child it is the parent's
+            return False
+        if lease.status != "active" or self._place != wish.place:
+            self.release()
+            return False
+        return True
+
+    def _lease_for(self, wish: Wish) -> Lease:
+        tries = iter(RETRY_SECONDS)
+        while True:
+            try:
+                lease = self._take(wish)
+                break
+            except Disconnected as e:
+                pause = next(tries, None)
+                if pause is None:
+                    raise GpuUnavailable(f"GPU unavailable: {e.message}. Nothing was run.") from e
+                time.sleep(pause)
+        self.lease, self._place = lease, wish.place
+        row = lease._row
+        self.account.begin(
+            lease.id,
+            granted_at=row.granted_at,
+            device=", ".join(lease.devices),
+            devices=len(lease.devices),
+            vram_bytes=lease.vram_bytes,
+        )
+        self._unsettled[lease.id] = None
+        return lease
+
+    def release(self) -> None:
+        """Give the GPU back now. The notebook's variables stay; what was only in the worker goes."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            self._lost_names.update(dict.fromkeys(self._in_step.stayed, lease.id))
+            self._in_step = self._packing.in_step()
+            with contextlib.suppress(SubletError):
+                lease.release()
+        self.settle_account()
+
+    def settle_account(self) -> None:
+        """Enter the ends of leases that are over."""
+        for lease_id in list(self._unsettled):
+            if self.lease is not None and self.lease.id == lease_id and self.lease.status == "active":
+                continue
+            with contextlib.suppress(SubletError):
+                row = self._ledger().look(lease_id).lease
+                if row.state is LeaseState.ENDED:
+                    self.account.lease_ended(lease_id, row.ended_at)
+                    del self._unsettled[lease_id]
+
+    def row(self) -> LeaseRow | None:
+        """The ledger's row of the warm lease, if there is one."""
+        return None if self.lease is None else self._ledger().look(self.lease.id).lease
+
+    # one cell
+
+    def run(self, wish: Wish, source: Source, space: MutableMapping[str, Any], screen: Screen) -> Ran:
+        while True:
+            warm = self._serves(wish)
+            step = self._in_step if warm else self._packing.in_step()
+            # Before anything is leased: a variable that cannot travel must not cost a GPU-second.
+            taken = source.reads if wish.takes is None else wish.takes
+            luggage = step.luggage(space, (*taken, *wish.keep))
+            lease = self.lease if warm else self._lease_for(wish)
+            assert lease is not None
+            self._in_step = step
+            trip = _Trip(
+                wish=wish,
+                source=source,
+                space=space,
+                lease=lease,
+                began=self._clock.monotonic_us(),
+                kept_before=self.kept.last,
+                written_before=self.kept.bytes_written,
+            )
+            try:
+                report = self._go(trip, luggage, screen, fresh=not warm)
+            except LeaseLost as lost:
+                begun = isinstance(lost, WorkerLost) and lost.begun
+                if warm and not begun:
+                    self.release()
+                    continue
+                return self._loss(trip, lost.message)
+            step.took(luggage)
+            return self._after(trip, report)
+
+    def _go(self, trip: _Trip, luggage: Luggage, screen: Screen, *, fresh: bool) -> CellReport:
+        wish, source, lease = trip.wish, trip.source, trip.lease
+        everything = wish.takes is None and wish.gives is None
+        order = CellOrder(
+            source=source.body,
+            header=source.header,
+            count=source.count,
+            front=source.front,
+            colors=source.colors,
+            values=luggage.values,
+            forget=luggage.forget,
+            watch=tuple(name for name in luggage.watch if everything or name in wish.keep),
+            out=wish.gives,
+            keep=wish.keep,
+            every_us=wish.every_us,
+            random=self._random(fresh),
+        )
+        lease.on_notice(lambda notice: self._warned(lease, notice, screen))
+        try:
+            report = lease.run_shown(
+                self._run_inside, (order,), screen, lambda asked: self._answer(asked, lease)
+            )
+            assert isinstance(report, CellReport)
+            return report
+        finally:
+            lease._callbacks.clear()
+
+    def _random(self, fresh: bool) -> Mapping[str, bytes] | None:
+        """The notebook's random states travel like a variable: a seed set in a normal cell counts in the next `%%gpu` cell."""
+        here = cell_random.take()
+        if not fresh and here == self._drawn:
+            return None
+        # Those of libraries this process does not use, or has no device for, are only looked after.
+        return {**self._random_there, **here}
+
+    def _put_random(self, states: Mapping[str, bytes]) -> None:
+        self._random_there = cell_random.put_what_is_in_use(states)
+        self._drawn = cell_random.take()
+
+    def _warned(self, lease: Lease, notice: Notice, screen: Screen) -> None:
+        if notice.source != "lease" or lease._worker is None or lease.status != "revoking":
+            return
+        lease._worker.warn()
+        left = max(0, notice.deadline_us - self._clock.monotonic_us()) / 1e6
+        with contextlib.suppress(Exception):
+            screen.text("stderr", f"GPU session ends in {left:.0f} s ({notice.reason}).\n")
+
+    def _answer(self, asked: Any, lease: Lease) -> Saving:
+        """A snapshot from inside the cell. With the GPU going it is saved at once, and the cell ends there."""
+        assert isinstance(asked, Snapshot)
+        try:
+            values, random = self._packing.unpack(asked.values), asked.random
+            if lease.status == "revoking":
+                self.kept.save(values, random, lease)
+                return Saving(stop=lease.notice.reason if lease.notice else "revoked")
+            return Saving(failed=self.kept.save_behind(values, random, lease))
+        except Exception as e:
+            return Saving(failed=e.message if isinstance(e, SubletError) else f"{type(e).__name__}: {e}")
+
+    # after it
+
+    def _after(self, trip: _Trip, report: CellReport) -> Ran:
+        ran = Ran(report=report, stayed=dict(report.stayed))
+        if report.stopped:
+            ran.error = self._ended(report.stopped, trip)
+            self._go_on_from_kept(trip)
+        else:
+            ran.result = self._bring_back(report, trip.space)
+            ran.error = self._keep(trip, report) if trip.wish.keep else None
+        failed = self.kept.settle()
+        if failed and ran.error is None:
+            ran.error = NotDurable(f"what --keep names was not saved: {failed}")
+        self._enter(ran, trip, report.launches)
+        if trip.wish.release or report.stopped:
+            self.release()
+        return ran
+
+    def _loss(self, trip: _Trip, why: str) -> Ran:
+        self.kept.settle(SETTLE_SECONDS)
+        ran = Ran(stayed={}, error=self._ended(why, trip))
+        self._go_on_from_kept(trip)
+        self._enter(ran, trip, 0)
+        self.release()
+        return ran
+
+    def _bring_back(self, report: CellReport, space: MutableMapping[str, Any]) -> Any:
+        try:
+            values = self._packing.unpack(report.values)
+        except Exception as e:
+            raise BadInput(
+                f"what the cell made cannot be brought back: {type(e).__name__}: {e}. It stays in the worker",
+                remedy="install here what it needs, or bring back something plainer with --out",
+            ) from e
+        result = values.pop(RESULT, None)
+        values.update({name: module_or_late(module) for name, module in report.modules.items()})
+        for name, value in values.items():
+            space[name] = value
+            self._in_step.came_back(name, value)
+            self._lost_names.pop(name, None)
+        for name in report.gone:
+            space.pop(name, None)
+        if report.random is not None:
+            self._put_random(report.random)
+        self._in_step.forgets(report.gone)
+        self._in_step.stays(report.stayed)
+        return result
+
+    def _keep(self, trip: _Trip, report: CellReport) -> SubletError | None:
+        """After the cell. One that failed may have left things half done: its last point is what counts."""
+        if report.failure is not None or report.random is None:
+            return None
+        keep, space = trip.wish.keep, trip.space
+        missing = [name for name in keep if name not in space]
+        if missing:
+            return NotDurable(
+                f"--keep names {', '.join(missing)}, which neither the notebook nor the cell has defined; nothing was saved",
+                remedy="define it, or leave it out of --keep",
+            )
+        try:
+            self.kept.save({name: space[name] for name in keep}, report.random, trip.lease)
+        except SubletError as e:
+            return NotDurable(
+                f"the cell ran, but what --keep names was not saved: {e.message}", remedy=e.remedy
+            )
+        return None
+
+    def _go_on_from_kept(self, trip: _Trip) -> None:
+        """The kept names are what was last saved: what the next cell goes on from."""
+        last = self.kept.last
+        if last is not None and last is not trip.kept_before:
+            trip.space.update(last.values)
+            self._put_random(last.random)
+
+    def _ended(self, why: str, trip: _Trip) -> GpuSessionEnded:
+        last = self.kept.last
+        if last is None:
+            saved = "Nothing was kept."
+        else:
+            ago = max(0.0, time.time() - last.saved_at)
+            when = time.strftime("%H:%M:%S", time.localtime(last.saved_at))
+            which = "" if last is not trip.kept_before else ", before this cell"
+            saved = f"Saved: {last.names} at {when} ({ago:.0f} s ago{which}), version {last.version} of {self.kept.job}."
+        found = _REASON.match(why)
+        reason = found[1] if found else why
+        return GpuSessionEnded(f"GPU session ended ({reason}). Rerun this cell to reacquire. {saved}")
+
+    def _enter(self, ran: Ran, trip: _Trip, launches: int) -> None:
+        """The cell's line in the account, at the ledger's clock."""
+        ran.kept = self.kept.last if self.kept.last is not trip.kept_before else None
+        try:
+            found = self._ledger().look(trip.lease.id)
+        except SubletError:
+            return  # the rest is entered when the lease's end is known
+        row = found.lease
+        ran.line = self.account.cell_ended(
+            trip.lease.id,
+            row.ended_at if row.state is LeaseState.ENDED else found.at,
+            cell=trip.source.count,
+            busy_us=self._clock.monotonic_us() - trip.began,
+            launches=launches,
+            checkpoint_bytes=self.kept.bytes_written - trip.written_before,
+        )
+
+    def hint(self, name: str) -> str:
+        """Why a name the cell did not find may be missing."""
+        lease_id = self._lost_names.get(name)
+        return (
+            f"{name} was only in the worker of lease {lease_id}, which is over; make it again"
+            if lease_id
+            else ""
+        )

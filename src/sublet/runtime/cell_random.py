@@ -1,0 +1,46 @@
+"""Random states on their way between a notebook and its worker.
+
+Rules of this file:
+- Each library's state is a pickle of its own, opened only where that library is in use: a notebook that never imported torch does not
+  import it to learn what a cell drew from it. It hands the state on instead.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from sublet.runtime.capture import put_random, take_random
+
+#: Of the libraries, by name.
+States = Mapping[str, bytes]
+_LIBRARY = {"python": "random", "numpy": "numpy", "torch": "torch", "cuda": "torch"}
+
+
+def take() -> dict[str, bytes]:
+    return {name: pickle.dumps(state, 5) for name, state in take_random().items()}
+
+
+def opened(states: States) -> dict[str, Any]:
+    """As `put_random` and a checkpoint want them."""
+    return {name: pickle.loads(state) for name, state in states.items()}
+
+
+def put(states: States) -> None:
+    put_random(opened(states))
+
+
+def put_what_is_in_use(states: States) -> dict[str, bytes]:
+    """Only what this process has loaded; the others are given back."""
+    others = {name: state for name, state in states.items() if not _in_use(name)}
+    put({name: state for name, state in states.items() if name not in others})
+    return others
+
+
+def _in_use(name: str) -> bool:
+    if name == "cuda":
+        torch = sys.modules.get("torch")
+        return torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    return _LIBRARY[name] in sys.modules
