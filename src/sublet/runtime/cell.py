@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +82,8 @@ class Source:
     count: int
     reads: tuple[str, ...]
     front: str
+    name: str
+    texts: Callable[[Iterable[str]], Mapping[str, tuple[int, str]]]  # of the notebook's cells, by file name
     colors: str = ""
 
 
@@ -260,6 +262,8 @@ class Cells:
         order = CellOrder(
             source=source.body,
             header=source.header,
+            name=source.name,
+            texts=source.texts(luggage.files),
             count=source.count,
             front=source.front,
             colors=source.colors,
