@@ -247,7 +247,8 @@ def test_the_streams_are_what_programs_expect_of_standard_output(ends: Ends) -> 
     out = ends.out
     assert (out.encoding, out.writable(), out.readable(), out.isatty()) == ("utf-8", True, False, False)
     assert (out.fileno(), ends.err.fileno(), out.buffer.fileno()) == (1, 2, 1)
-    assert out.write("") == 0 and out.write("ab") == 2
+    assert out.write("") == 0
+    assert out.write("ab") == 2
     out.reconfigure(line_buffering=True)
     out.writelines(["c", "d"])
     with pytest.raises(TypeError, match="must be str, not bytes"):
@@ -278,7 +279,8 @@ def test_many_threads_printing_beside_displays_tear_nothing(ends: Ends) -> None:
         # Pieces of one print may stand apart, as with any stream; none is lost, and each thread's stay in order.
         places = [text.index(f"<{who} {i} ") for i in range(300)]
         assert places == sorted(places)
-    assert text.count("x" * 200) == 1200 and text.count("\n") == 1200
+    assert text.count("x" * 200) == 1200
+    assert text.count("\n") == 1200
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------

@@ -217,10 +217,18 @@ def _answer(functions: dict[int, Callable[..., Any]], parts: list[memoryview]) -
     worker = os.getpid()
     failed = NOT_BEGUN
     try:
+        came: list[int] = []
         try:
-            function, values, several = _prepare(functions, parts)
+            # An interrupt that comes before the user's code runs is kept for it: to import what it needs may take a while.
+            signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+            try:
+                function, values, several = _prepare(functions, parts)
+            finally:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             failed = RAISED
             signal.signal(signal.SIGINT, _on_interrupt)
+            if came:
+                signal.raise_signal(signal.SIGINT)
             result = _call_many(function, values) if several else _call(function, values)
             if os.getpid() == worker:
                 return RESULT, pack(result)
