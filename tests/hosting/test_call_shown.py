@@ -16,25 +16,10 @@ import pytest
 from sublet.core.errors import BadInput, WorkerLost
 from sublet.hosting import worker as there
 from sublet.hosting.local import LocalWorker
-from sublet.hosting.screen import ERR, OUT, Frames
+from sublet.hosting.screen import OUT
+from tests.hosting.shown_targets import ask, frames, here, sleep_through, talk
 from tests.hosting.test_screen import Seen
 from tests.runtime.conftest import wait_until
-
-
-def here() -> dict[str, Any]:
-    """What the worker keeps between calls. In a module of its own: functions made in a test travel with copies of what they read."""
-    found: dict[str, Any] = there.__dict__.setdefault("_of_tests", {})
-    return found
-
-
-def frames() -> Frames:
-    """The worker's, made with its first call."""
-    if "frames" not in here():
-        here()["frames"] = made = Frames(there.screen_fd)
-        sys.stdout, sys.stderr = made.stream(OUT), made.stream(ERR)
-        os.register_at_fork(after_in_child=made.after_fork)
-    found: Frames = here()["frames"]
-    return found
 
 
 def shown(
@@ -63,17 +48,6 @@ def interrupts() -> Iterator[Callable[[float], None]]:
 
 
 # --- output ------------------------------------------------------------------------------------------------------
-
-
-def talk(n: int) -> int:
-    show = frames().show
-    for i in range(n):
-        print(i)
-        if i % 100 == 0:
-            print(-i, file=sys.stderr)
-            show({"i": i})
-    sys.stdout.write("the end")
-    return n
 
 
 def test_everything_is_on_the_screen_when_the_call_returns_and_in_order(worker: LocalWorker) -> None:
@@ -205,10 +179,6 @@ def test_a_forked_child_prints_and_the_worker_goes_on(
 
 
 # --- questions ------------------------------------------------------------------------------------------------------
-
-
-def ask(*questions: Any) -> list[Any]:
-    return [there.ask_caller(question) for question in questions]
 
 
 def test_a_call_may_ask_the_one_who_made_it_as_often_as_it_likes(worker: LocalWorker) -> None:
@@ -403,17 +373,6 @@ def test_sigterm_in_the_middle_of_a_question_ends_the_worker(worker: LocalWorker
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
-
-
-def sleep_through(seconds: float) -> str:
-    frames()
-    print("began")
-    sys.stdout.flush()
-    try:
-        time.sleep(seconds)
-    except KeyboardInterrupt:
-        return "interrupted"
-    return "slept"
 
 
 def test_an_interrupted_call_returns_what_it_says_of_it(

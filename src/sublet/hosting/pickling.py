@@ -130,7 +130,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         if kind is FunctionType and value.__name__ == "_rebuild_tensor_v3":
             return _rebuild_new_dtypes, ()
-        if isinstance(value, type):
+        if issubclass(kind, type):  # not `isinstance`: what an object says it is may be anything
             reduced = super().reducer_override(value)
             if reduced is not NotImplemented and len(reduced) == 6:
                 maker, made_of, state, _, _, setter = reduced

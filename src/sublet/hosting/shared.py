@@ -19,7 +19,8 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -83,8 +84,12 @@ def _is_still_there(kind: type) -> bool:
 
 
 def changeable(seen: Seen) -> dict[int, int]:
-    """By id: where in the pickle it stands."""
-    return {key: at for key, (at, value) in seen.items() if can_change(value)}
+    """By id: where in the pickle it stands. What belongs to a class is the class's, and every instance's pickle has it."""
+    of_classes: set[int] = set()
+    for _, value in seen.values():
+        if issubclass(type(value), type) and value.__module__ == "__main__":
+            of_classes.update(_found_from([*vars(value).values()]))
+    return {key: at for key, (at, value) in seen.items() if key not in of_classes and can_change(value)}
 
 
 def ties(places: Mapping[str, Mapping[int, int]]) -> dict[str, Ties]:
@@ -115,22 +120,24 @@ def together(names: Iterable[str], tied: Mapping[str, Ties]) -> set[str]:
 
 def reaches(value: Any, wanted: Collection[int]) -> bool:
     """Whether one of these objects can be found from the value."""
-    main = main_globals()
+    return any(found in wanted for found in _found_from([value]))
+
+
+def _found_from(values: list[Any]) -> Iterator[int]:
+    """The ids of these objects and of what they refer to, near ones first. Not of what a class or a module refers to."""
     left = STEPS_MOST
-    known: set[int] = {id(main)}
-    waiting = [value]
+    known: set[int] = {id(main_globals())}
+    waiting = deque(values)
     while waiting:
-        at = waiting.pop()
+        at = waiting.popleft()
         if id(at) in known:
             continue
-        if id(at) in wanted:
-            return True
+        yield id(at)
         known.add(id(at))
         left -= len(at) if type(at) in (list, tuple, dict, set, frozenset) else 1
         if left < 0:
-            return False
+            return
         waiting += [inner for inner in _inside(at) if type(inner) not in _LEAVES]
-    return False
 
 
 def _inside(value: Any) -> Iterable[Any]:
