@@ -47,7 +47,8 @@ def sleep_through(seconds: float) -> str:
     print("began")
     sys.stdout.flush()
     try:
-        time.sleep(seconds)
+        for _ in range(round(seconds * 100)):  # a signal just before a long sleep would be seen only after it
+            time.sleep(0.01)
     except KeyboardInterrupt:
         return "interrupted"
     return "slept"

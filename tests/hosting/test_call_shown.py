@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -33,13 +34,14 @@ def shown(
 
 
 @pytest.fixture
-def interrupts() -> Iterator[Callable[[float], None]]:
+def interrupts() -> Iterator[Callable[[float], threading.Timer]]:
     """Ctrl-C here, in so many seconds."""
     timers: list[threading.Timer] = []
 
-    def later(seconds: float) -> None:
+    def later(seconds: float) -> threading.Timer:
         timers.append(threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT)))
         timers[-1].start()
+        return timers[-1]
 
     yield later
     for timer in timers:
@@ -257,7 +259,7 @@ def test_who_answers_cannot_call_the_worker_that_waits_for_him(worker: LocalWork
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_an_interrupt_while_a_question_is_open_waits_for_the_answer_and_no_answer_is_anothers(
-    worker: LocalWorker, interrupts: Callable[[float], None], beside: bool
+    worker: LocalWorker, interrupts: Callable[[float], threading.Timer], beside: bool
 ) -> None:
     """With a thread beside the call, the signal is that thread's: its mask does not help."""
 
@@ -268,7 +270,8 @@ def test_an_interrupt_while_a_question_is_open_waits_for_the_answer_and_no_answe
         said: list[Any] = []
         try:
             said.append(there.ask_caller("first"))
-            time.sleep(10)
+            for _ in range(1000):
+                time.sleep(0.01)
         except KeyboardInterrupt:
             said.append("interrupted")
         said.append(there.ask_caller("second"))
@@ -376,11 +379,11 @@ def test_sigterm_in_the_middle_of_a_question_ends_the_worker(worker: LocalWorker
 
 
 def test_an_interrupted_call_returns_what_it_says_of_it(
-    worker: LocalWorker, interrupts: Callable[[float], None]
+    worker: LocalWorker, interrupts: Callable[[float], threading.Timer]
 ) -> None:
-    shown(worker, talk, 1)
-    interrupts(0.2)
-    assert shown(worker, sleep_through, 30) == "interrupted"
+    assert (
+        shown(worker, sleep_through, 30, screen=Seen(lambda what: interrupts(0.1) and None)) == "interrupted"
+    )
     assert shown(worker, sleep_through, 0.05) == "slept"
 
 
@@ -390,7 +393,7 @@ class SlowToArrive:
 
 
 def test_an_interrupt_before_the_call_has_begun_is_not_lost(
-    worker: LocalWorker, interrupts: Callable[[float], None]
+    worker: LocalWorker, interrupts: Callable[[float], threading.Timer]
 ) -> None:
     def begin(thing: Any) -> None:
         here()["begun"] = True
@@ -407,16 +410,15 @@ def test_an_interrupt_before_the_call_has_begun_is_not_lost(
 
 
 def test_an_interrupt_is_never_the_next_calls(
-    worker: LocalWorker, interrupts: Callable[[float], None]
+    worker: LocalWorker, interrupts: Callable[[float], threading.Timer]
 ) -> None:
     """Pressed just as a call is over, it may count or not; the call after it is not hit."""
     for n in range(12):
-        interrupts(0.03)
-        try:
+        pressed = interrupts(0.03)
+        with contextlib.suppress(KeyboardInterrupt):  # it came between the calls
             assert shown(worker, sleep_through, 0.02 + n / 1000) in ("slept", "interrupted")
             assert shown(worker, sleep_through, 0.05) in ("slept", "interrupted")
-        except KeyboardInterrupt:
-            pass  # it came between the calls
+            pressed.join()
         assert shown(worker, sleep_through, 0.05) == "slept"
 
 
@@ -433,7 +435,8 @@ def test_an_interrupt_while_its_output_is_shown_counts_and_loses_no_output(worke
         try:
             for i in range(500):
                 show({"i": i})
-            time.sleep(10)
+            for _ in range(1000):
+                time.sleep(0.01)
         except KeyboardInterrupt:
             print("interrupted")
         return "returned"
@@ -467,7 +470,7 @@ def test_an_interrupt_that_comes_when_the_answer_is_here_does_not_cost_the_answe
 
 
 def test_a_second_interrupt_ends_a_worker_that_ignores_the_first(
-    worker: LocalWorker, interrupts: Callable[[float], None]
+    worker: LocalWorker, interrupts: Callable[[float], threading.Timer]
 ) -> None:
     def ignore() -> None:
         while True:

@@ -223,7 +223,7 @@ for group in optim.param_groups:
     for p in group["params"]:
         p.data -= group["lr"] * p.grad
         p.grad = None
-        optim.state[p]["steps"] = optim.state[p].get("steps", 0) + 1
+        optim.state[p]["step"] = torch.ones(1) + optim.state[p].get("step", 0)
 """
     book.there(step)
     for change in (
@@ -239,7 +239,7 @@ for group in optim.param_groups:
         assert book.space["same"], change
         book.here("assert not torch.equal(before, model.weight)")
         book.here("assert optim.param_groups[0]['params'][0] is model.weight")
-        book.here("assert optim.state[model.weight]['steps'] >= 1")
+        book.here("assert optim.state[model.weight]['step'] >= 1")
         book.here("weights = [*model.parameters()]; assert weights[1] is optim.param_groups[0]['params'][1]")
 
 
@@ -685,7 +685,7 @@ class InStep(RuleBasedStateMachine):
             before, self.book.screen._fail = self.book.screen._fail, leave
             try:
                 report = self.book.there(
-                    f"{name}.append('unheard'); {name}2 = 1; a = 'unheard'; print('x'); import time; time.sleep(5)"
+                    f"{name}.append('unheard'); {name}2 = 1; a = 'unheard'; print('x'); import time; [time.sleep(0.01) for _ in range(500)]"
                 )
             except Left:
                 pass

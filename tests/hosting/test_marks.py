@@ -20,7 +20,7 @@ def marked(value: Any) -> bytes:
 
 def with_optimizer() -> dict[str, Any]:
     model = torch.nn.Linear(3, 2)
-    return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+    return {"model": model, "optim": {"lr": 0.1, "params": [*model.parameters()]}}
 
 
 CHANGES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -35,7 +35,7 @@ CHANGES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (lambda: numpy.array([[1], None], dtype=object), lambda v: v[0].append(2)),
     (lambda: torch.zeros(1000), lambda v: v.__setitem__(999, 1)),
     (lambda: torch.zeros(1000, dtype=torch.bfloat16), lambda v: v.__setitem__(999, 1)),
-    (with_optimizer, lambda v: v["optim"].param_groups[0].__setitem__("lr", 0.2)),
+    (with_optimizer, lambda v: v["optim"].__setitem__("lr", 0.2)),
     (with_optimizer, lambda v: v["model"].eval()),
     (with_optimizer, lambda v: v["model"].weight.data.add_(1)),
 ]
