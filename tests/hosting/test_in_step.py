@@ -519,6 +519,14 @@ def test_what_cannot_come_back_is_there_for_the_next_cell_and_the_notebooks_own_
     assert book.only_there() == set()
 
 
+def test_what_stays_there_is_not_replaced_by_what_the_notebooks_own_is_tied_to(book: Notebook) -> None:
+    book.here("x = [1]; y = [x]")
+    book.there("x = (i for i in range(5))")
+    book.here("y.append(2)")
+    book.there("told = next(x), y")
+    assert book.space["told"] == (0, [[1], 2])
+
+
 def test_what_stays_there_goes_when_the_notebook_deletes_its_own(book: Notebook) -> None:
     book.here("x = [1]")
     book.there("x = (i for i in range(5))")

@@ -387,6 +387,23 @@ def test_a_finalizer_that_prints_does_not_hang_whichever_thread_it_runs_in(ends:
     assert (text.count("gone"), text.count("x")) == (9000, 3000)
 
 
+class LoudBytes(bytes):
+    """Let go of in the thread that writes it."""
+
+    frames: Frames
+
+    def __del__(self) -> None:
+        self.frames.text(OUT, b"gone ")
+        self.frames.flush()
+
+
+def test_the_writer_does_not_wait_for_itself(ends: Ends) -> None:
+    LoudBytes.frames = ends.frames
+    for _ in range(5):
+        ends.frames.text(OUT, LoudBytes(b"x "))
+    wait_until(lambda: ends.pipe.relay(None) and ends.seen.of("stdout").count("gone") == 5, 5)
+
+
 def test_a_writer_that_was_started_twice_is_one(ends: Ends) -> None:
     """As when an interrupt comes in the middle of its start."""
     for _ in range(3):
