@@ -24,6 +24,7 @@ from sublet.core.errors import CannotTravel
 from sublet.hosting import in_step, shared
 from sublet.hosting.in_step import Travel, WorkerHas
 from sublet.hosting.local import LocalWorker, LocalWorkers
+from sublet.runtime.late_module import LateModule
 from tests.conftest import MORE_EXAMPLES
 from tests.hosting.conftest import moved_in
 from tests.hosting.notebooks import CellRaised, Notebook
@@ -143,6 +144,10 @@ def test_another_module_under_the_same_name_travels() -> None:
     has = WorkerHas()
     luggage_of(has, {"m": json}, "m")
     assert luggage_of(has, {"m": string}, "m") == {"m": string}
+    late = LateModule("json")
+    luggage_of(has, {"m": late}, "m")
+    late.__name__ = "string"  # as if another stood where this one was
+    assert luggage_of(has, {"m": late}, "m") == {"m": string}
 
 
 def test_large_plain_arrays_travel_every_time_and_large_arrays_of_objects_are_looked_at() -> None:
@@ -341,6 +346,12 @@ def test_what_is_not_read_and_cannot_travel_is_no_hindrance(book: Notebook) -> N
     book.here("import threading; config = {'a': 1}; holder = [config, threading.Lock()]; space = globals()")
     book.there("config['a'] += 1")
     assert book.space["config"] == {"a": 2}
+
+
+def test_a_variable_for_the_whole_namespace_ties_nothing(book: Notebook) -> None:
+    book.here("config = {'a': 1}; space = globals(); f = lambda: config; look = [space]")
+    book.there("config['a'] += 1")
+    assert book.sent == {"config"}
 
 
 def test_a_search_for_ties_ends(book: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
