@@ -152,7 +152,7 @@ class Panel:
         going = 0
         for lease_id in cells.account.leases():
             try:
-                row = self._bench.look(lease_id).lease
+                row = self._bench.cells.look(lease_id).lease
             except SubletError:
                 return "The ledger cannot be asked now; the lines are its own clock's."
             if row.state is LeaseState.ENDED:
@@ -169,7 +169,7 @@ class Panel:
         rows = []
         for lease_id in self._bench.cells.account.leases():
             try:
-                found = self._bench.look(lease_id)
+                found = self._bench.cells.look(lease_id)
             except SubletError:
                 continue
             row = found.lease
