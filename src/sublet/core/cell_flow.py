@@ -22,7 +22,6 @@ from types import CodeType
 _LOADS = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
 _BINDS = frozenset(["STORE_NAME", "STORE_GLOBAL"])
 _DELETES = frozenset(["DELETE_NAME", "DELETE_GLOBAL"])
-_TAKES = _LOADS | _DELETES
 _SETTLES = _BINDS | _DELETES
 _JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 _ENDS = frozenset(["RETURN_VALUE", "RETURN_CONST"])
@@ -46,7 +45,7 @@ def names_of_code(code: CodeType) -> tuple[str, ...]:
 
 
 def read_from_outside(cell: CodeType) -> set[str]:
-    """By the code of a cell, or by a function that it leaves behind. What it deletes must be there too."""
+    """By the code of a cell, or by a function that it leaves behind."""
     made = _instructions(cell)
     settled = _settled_before(cell, made)
     later = {place: (name, code) for place, name, code in _functions(made)}
@@ -59,7 +58,7 @@ def read_from_outside(cell: CodeType) -> set[str]:
         here = settled[place]
         if here is None:
             continue
-        if instruction.opname in _TAKES:
+        if instruction.opname in _LOADS:
             due: Iterable[str] = [instruction.argval]
         elif isinstance(instruction.argval, CodeType) and place not in later:
             due = _at_once(instruction.argval)
@@ -126,7 +125,7 @@ def _at_once(code: CodeType) -> set[str]:
     deleted = _named([code], _DELETES)  # what is behind the class's own name can be seen again
     found = {name for inner in _inner(code) for name in _at_once(inner)}
     for instruction, here in zip(made, settled, strict=True):
-        if here is None or instruction.opname not in _LOADS | {"DELETE_GLOBAL"}:
+        if here is None or instruction.opname not in _LOADS:
             continue
         own = instruction.opname == "LOAD_NAME" and instruction.argval in here - deleted
         if not own:

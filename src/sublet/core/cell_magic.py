@@ -41,8 +41,8 @@ _NOT_PYTHON = frozenset(
     ]
 )
 _SHELL = frozenset(["system", "getoutput"])
-#: Functions and methods that are given code as text: Python's own, and those of pandas.
-_GIVEN_CODE = frozenset(["eval", "exec", "query"])
+#: Functions and methods that are given expressions as text: Python's own, and those of pandas.
+_GIVEN_EXPRESSIONS = frozenset(["eval", "query"])
 
 _WORD = re.compile(r"[^\W\d]\w*")
 _OPTIONS = re.compile(r"(?:\s*--?[A-Za-z][\w-]*(?:\s*=?\s*\d+)?(?=\s|$))+")
@@ -70,7 +70,9 @@ def asked(call: ast.Call) -> Asked | None:
         if isinstance(part, ast.Constant) and isinstance(part.value, str)
     ]
     if not _is_of_the_shell(call.func):
-        return _anything(*texts) if method in _GIVEN_CODE else None
+        if method in _GIVEN_EXPRESSIONS:
+            return Asked(reads=identifiers(*texts))
+        return _anything(*texts) if method == "exec" else None
     match method, texts:
         case name, [text] if name in _SHELL:
             return Asked(reads=_seen_by_the_shell(text))
@@ -104,16 +106,20 @@ def _anything(*texts: str) -> Asked:
 
 def _cell_of_python(name: str, line: str, text: str) -> Asked:
     run = _python(text) or _anything(text)
-    line = _OPTIONS.sub("", line, count=1)
-    # `%%capture out`: where the output goes. Of the others: code that runs first.
-    reads = frozenset() if name == "capture" else identifiers(line)
-    return Asked(reads=run.reads | reads, body=run.body, changes=run.changes | identifiers(line))
+    said = identifiers(_OPTIONS.sub("", line))
+    if name != "capture":  # what stands in the line is code that runs first
+        return Asked(reads=run.reads | said, body=run.body, changes=run.changes | said)
+    # It is where the output goes; or went, when the cell ends with a semicolon.
+    after = "del {0}" if text.rstrip().endswith(";") else "{0} = None"
+    kept = [ast.parse(after.format(word)).body[0] for word in sorted(said)]
+    return Asked(reads=run.reads, body=(*run.body, *kept), changes=run.changes)
 
 
 def _python(text: str) -> Asked | None:
     """The text as Python, without the options before it if need be; None when it is something else."""
     text = dedent(text).strip()
-    for attempt in (text, _OPTIONS.sub("", text, count=1).strip()):
+    options = _OPTIONS.match(text)
+    for attempt in (text, text[options.end() :].strip() if options else text):
         try:
             tree = ast.parse(attempt)
             compile(tree, "<magic>", "exec", dont_inherit=True)

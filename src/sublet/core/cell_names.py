@@ -1,8 +1,8 @@
 """The names a notebook cell takes from the notebook and gives back.
 
 Rules of this file:
-- A name the cell may read before it bound it is a read, and so is one that it deletes. The caller takes those that the
-  notebook has: builtins are listed too.
+- A name the cell may read before it bound it is a read. So is every name it may delete: only where it was there before does
+  one see that it is gone. The caller takes those that the notebook has: builtins are listed too.
 - The order in which a cell runs is `cell_flow.py`; here a copy of the cell is made plain for it. That copy never runs.
 - A magic becomes the statements it runs (`cell_magic.py`), before the statement it stands in. Those that may not run, or not to
   their end, stand under an `if`: there they settle nothing.
@@ -87,10 +87,11 @@ def names_of(source: str) -> Names:
         code = _compiled(tree)
     except (ValueError, RecursionError, MemoryError) as problem:  # a null byte, or too deep for the compiler
         raise SyntaxError(f"the cell cannot be compiled: {problem}") from problem
+    deletes = deleted_by(code)
     return Names(
-        reads=tuple(sorted(read_from_outside(code) | looked_up)),
+        reads=tuple(sorted(read_from_outside(code) | looked_up | deletes)),
         writes=tuple(sorted(bound_by(code))),
-        deletes=tuple(sorted(deleted_by(code))),
+        deletes=tuple(sorted(deletes)),
     )
 
 
