@@ -69,7 +69,7 @@ class Writer:
                 f"list({e} for {n} in (1, 2))",
                 f"call(lambda: {e})",
                 f"call(lambda {n}={o}: {e})",
-                f"f'{{{e}}}'",
+                f"f'{{size({e})}}'",
                 f"(0 < 1 < size({e}))",
             ]
             if self._awaits:
@@ -304,9 +304,10 @@ def shown(ran: Ran) -> str:
     return _ADDRESS.sub("", repr(said))
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shown, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_shown(k)}: {_shown(v)}' for k, v in value.items())}}}"
+def _shown(value: object, depth: int = 0) -> str:
+    """Not all of it: a list of lists of the same list can be longer than any memory."""
+    if isinstance(value, (list, tuple, dict)):
+        parts = value.items() if isinstance(value, dict) else value
+        inside = "..." if depth > 3 else ", ".join(_shown(part, depth + 1) for part in parts)
+        return f"{type(value).__name__}({inside})"
     return repr(value) if type(value) in (int, str, float, bool, type(None)) else type(value).__name__
