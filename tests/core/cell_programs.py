@@ -220,8 +220,10 @@ def is_cell(source: str) -> bool:
     return True
 
 
-def run(source: str, space: Mapping[str, object], turns: Sequence[bool]) -> Ran:
-    """In a namespace of its own."""
+def run(
+    source: str, space: Mapping[str, object], turns: Sequence[bool], also: Mapping[str, object] | None = None
+) -> Ran:
+    """In a namespace of its own. `also`: further builtins."""
     seen: list[str] = []
     left = [60]
     depth = [0]
@@ -276,7 +278,7 @@ def run(source: str, space: Mapping[str, object], turns: Sequence[bool]) -> Ran:
     given = {f.__name__: f for f in (fuel, flip, see, call, now, soon, later, many, swallows, no_grad)}
     given["size"] = lambda value: len(_shown(value))
     given["keeps"] = lambda _: lambda function: function
-    after = {**space, "__name__": "cell", "__builtins__": {**vars(builtins), **given}}
+    after = {**space, "__name__": "cell", "__builtins__": {**vars(builtins), **given, **(also or {})}}
     code = compile(source, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     raised = ""
     try:
