@@ -72,6 +72,8 @@ def test_a_cell_does_the_same_with_nothing_but_what_it_reads(
         ("if c: x = 1\nx", "c x"),
         ("if c: x = 1\nelif d: x = 2\nelse: x = 3\nx", "c d"),
         ("if c: x = 1\nelse: raise e\nx", "c e"),
+        ("if c: x = 1\nelse:\n  with open(p): x = 1\nx", "c p"),
+        ("if a or (y := b): pass\nelse: print(y)", "a b"),
         ("x = 1 if c else (y := 2)\ny", "c y"),
         ("c and (y := 2)\ny", "c y"),
         ("(y := 2) and c\ny", "c"),
@@ -91,6 +93,7 @@ def test_a_cell_does_the_same_with_nothing_but_what_it_reads(
         ("while c: x = 1\nx", "c x"),
         ("while True:\n  x = 1\n  if c: break\nx", "c"),
         ("while (x := f()): pass\nx", "f"),
+        ("while True:\n  if c:\n    x = 1\n    break\nx", "c"),
         ("async for i in v: print(i)", "v"),
         ("await f(x)", "f x"),
         ("async with open(p) as f: x = f\nx", "p"),
@@ -100,6 +103,8 @@ def test_a_cell_does_the_same_with_nothing_but_what_it_reads(
         ("try: x = f()\nexcept E: raise\nx", "f E"),
         ("try: f()\nexcept E: x = 1\nelse: x = 2\nx", "f E"),
         ("try: f()\nfinally: x = 1\nx", "f"),
+        ("try: f()\nfinally:\n  with open(p): x = 1\nx", "f p"),
+        ("try: raise\nexcept E: x", "E x"),
         ("try: x = f()\nfinally: print(x)", "f x"),
         ("try: x = f()\nfinally: pass\nx", "f"),
         ("try: f()\nexcept* E: x = 1\nx", "f E x"),
@@ -131,9 +136,11 @@ def test_a_cell_does_the_same_with_nothing_but_what_it_reads(
         ("if c:\n  def f(): return x\nx = 1", "c"),
         ("for i in v:\n  if i: f()\n  def f(): return x\n  x = 1", "v f x"),
         ("f = lambda a: a + x\nx = 1\nf(1)", ""),
+        ("if c: f = lambda: x\nelse: f = lambda: y\nf()", "c x y"),
         ("f(lambda a: a + x)\nx = 1", "f x"),
         ("f = g(lambda: x)\nx = 1", "g x"),
         ("async def f(): await x\nx = 1\nawait f()", ""),
+        ("@torch.no_grad()\nasync def f(): return x\nx = 1\nawait f()", "torch"),
         ("def f(): yield x\nx = 1\nlist(f())", ""),
         # classes
         ("class A(B, k=c): pass", "B c"),
@@ -144,6 +151,7 @@ def test_a_cell_does_the_same_with_nothing_but_what_it_reads(
         ("class A:\n  @property\n  def x(self): return 1\n  @x.setter\n  def x(self, v): pass", ""),
         ("class A:\n  x = 1\n  y = [x for _ in v]", "v x"),
         ("class A:\n  x = 1\n  class B:\n    y = x", "x"),
+        ("class A:\n  class B:\n    x = 1\n    y = x", ""),
         ("class A:\n  global x\n  x = 1\nx", "x"),
         ("class A:\n  global x\n  x = 1\n  y = x", "x"),
         ("class A:\n  def f(self): return __x", "_A__x"),
@@ -162,6 +170,7 @@ def test_a_cell_does_the_same_with_nothing_but_what_it_reads(
         ("def f():\n  global x\n  del x", "x"),
         # looked up by name
         ("if 'x' not in globals(): x = 1", "x"),
+        ("if 'x' in dir(): print('it is', 'y', 2)", "x y"),
         ("vars(a)['x']", "a"),
         ("df.query('a > @cut')", "df a cut"),
         ("x = 1\neval('x + y', m)", "y m"),
@@ -242,8 +251,26 @@ def test_the_lists_are_sorted_and_without_doubles() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["x = ", "return 1", "break", "def f(): await x", "x\0", "+".join(["x"] * 20_000), "-" * 100_000 + "x"],
-    ids=["unfinished", "return", "break", "await", "null byte", "too deep", "far too deep"],
+    [
+        "x = ",
+        "return 1",
+        "break",
+        "def f(): await x",
+        "x\0",
+        "x = '\ud800'",
+        "+".join(["x"] * 20_000),
+        "-" * 100_000 + "x",
+    ],
+    ids=[
+        "unfinished",
+        "return",
+        "break",
+        "await",
+        "null byte",
+        "half a character",
+        "too deep",
+        "far too deep",
+    ],
 )
 def test_what_cannot_be_compiled_is_a_syntax_error(source: str) -> None:
     with pytest.raises(SyntaxError):

@@ -3,8 +3,8 @@
 Rules of this file:
 - The compiler knows every construct; we follow what it made, one instruction after the other, along every way it may take. An
   instruction we do not know is one that may go on or jump, whichever it can.
-- A global is settled where every way has bound or deleted it: from there on its former value cannot be seen. One that is read
-  where it is not settled is read from outside.
+- A global is settled where every way has bound it: from there on its former value cannot be seen. One that is read where it is
+  not settled is read from outside.
 - A function reads its globals when it is called, which is when its name is used, or after the end. That holds for `def f` and
   `f = lambda`; a function that goes anywhere else may be called there and then. The methods of a class too: its body runs at once.
 - In doubt a name is read.
@@ -20,14 +20,10 @@ from inspect import CO_OPTIMIZED
 from types import CodeType
 
 _LOADS = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
-_BINDS = frozenset(["STORE_NAME", "STORE_GLOBAL"])
-_DELETES = frozenset(["DELETE_NAME", "DELETE_GLOBAL"])
-_SETTLES = _BINDS | _DELETES
 _JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 _ENDS = frozenset(["RETURN_VALUE", "RETURN_CONST"])
 _GOES_ELSEWHERE = _ENDS | {
     "JUMP_BACKWARD",
-    "JUMP_BACKWARD_NO_INTERRUPT",
     "JUMP_FORWARD",
     "RAISE_VARARGS",
     "RERAISE",
@@ -55,9 +51,6 @@ def read_from_outside(cell: CodeType) -> set[str]:
     after_the_end = set[str]().union(*needs.values())
     found: set[str] = set()
     for place, instruction in enumerate(made):
-        here = settled[place]
-        if here is None:
-            continue
         if instruction.opname in _LOADS:
             due: Iterable[str] = [instruction.argval]
         elif isinstance(instruction.argval, CodeType) and place not in later:
@@ -66,7 +59,7 @@ def read_from_outside(cell: CodeType) -> set[str]:
             due = after_the_end
         else:
             continue
-        found |= _with_needs(due, needs) - here
+        found |= _with_needs(due, needs) - settled[place]
     return found
 
 
@@ -113,7 +106,7 @@ def _functions(made: Sequence[dis.Instruction]) -> Iterator[tuple[int, str, Code
         after = place + 1
         while made[after].opname in _MAKING:
             after += 1
-        if made[after].opname in _BINDS:
+        if made[after].opname == "STORE_NAME":
             yield place, made[after].argval, instruction.argval
 
 
@@ -122,13 +115,11 @@ def _at_once(code: CodeType) -> set[str]:
         return set(names_of_code(code))
     made = _instructions(code)
     settled = _settled_before(code, made)
-    deleted = _named([code], _DELETES)  # what is behind the class's own name can be seen again
+    deleted = _named([code], {"DELETE_NAME"})  # what is behind the class's own name can be seen again
     found = {name for inner in _inner(code) for name in _at_once(inner)}
     for instruction, here in zip(made, settled, strict=True):
-        if here is None or instruction.opname not in _LOADS:
-            continue
         own = instruction.opname == "LOAD_NAME" and instruction.argval in here - deleted
-        if not own:
+        if instruction.opname in _LOADS and not own:
             found.add(instruction.argval)
     return found
 
@@ -145,15 +136,15 @@ def _with_needs(names: Iterable[str], needs: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def _settled_before(code: CodeType, made: Sequence[dis.Instruction]) -> list[_Settled | None]:
-    """For each instruction; None where nothing gets to."""
+def _settled_before(code: CodeType, made: Sequence[dis.Instruction]) -> list[_Settled]:
+    """For each instruction."""
     place_of = {instruction.offset: place for place, instruction in enumerate(made)}
     handler_of: dict[int, int] = {}
     for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
         handler = place_of[entry.target]
         guarded = (place_of.get(offset) for offset in range(entry.start, entry.end))
         handler_of.update((place, handler) for place in guarded if place is not None)
-    found: list[_Settled | None] = [None] * len(made)
+    found: list[_Settled | None] = [None] * len(made)  # None: no way there yet
     found[0] = frozenset()
     waiting = [0]
     while waiting:
@@ -161,7 +152,7 @@ def _settled_before(code: CodeType, made: Sequence[dis.Instruction]) -> list[_Se
         instruction = made[place]
         before = found[place]
         assert before is not None
-        after = before | {instruction.argval} if instruction.opname in _SETTLES else before
+        after = before | {instruction.argval} if instruction.opname == "STORE_NAME" else before
         ways = [] if place not in handler_of else [(handler_of[place], before)]
         if instruction.opcode in _JUMPS:
             ways.append((place_of[instruction.argval], after))
@@ -172,4 +163,4 @@ def _settled_before(code: CodeType, made: Sequence[dis.Instruction]) -> list[_Se
             if known is None or not known <= arriving:
                 found[way] = arriving if known is None else known & arriving
                 heapq.heappush(waiting, way)
-    return found
+    return [here or frozenset() for here in found]

@@ -57,7 +57,7 @@ class Asked:
     reads: frozenset[str] = frozenset()
     body: tuple[ast.stmt, ...] = ()
     to_the_end: bool = False  # when the call is over, so is the body: what raises inside goes on outside
-    changes: frozenset[str] = frozenset()  # bound or deleted, perhaps
+    changes: frozenset[str] = frozenset()  # read, bound or deleted, perhaps
 
 
 def asked(call: ast.Call) -> Asked | None:
@@ -82,7 +82,7 @@ def asked(call: ast.Call) -> Asked | None:
             return _cell_of_python(name, line, text)
         case "run_cell_magic", [name, line, text] if name in _NOT_PYTHON:
             seen = _seen_by_the_shell(text) if name in ("!", "sx", "system") else frozenset()
-            return Asked(reads=identifiers(line) | seen, changes=identifiers(line))
+            return Asked(reads=seen, changes=identifiers(line))
         case _:
             return _anything(*texts)
 
@@ -101,18 +101,18 @@ def _is_of_the_shell(method: ast.expr) -> bool:
 
 
 def _anything(*texts: str) -> Asked:
-    return Asked(reads=identifiers(*texts), changes=identifiers(*texts))
+    return Asked(changes=identifiers(*texts))
 
 
 def _cell_of_python(name: str, line: str, text: str) -> Asked:
     run = _python(text) or _anything(text)
     said = identifiers(_OPTIONS.sub("", line))
     if name != "capture":  # what stands in the line is code that runs first
-        return Asked(reads=run.reads | said, body=run.body, changes=run.changes | said)
+        return Asked(body=run.body, changes=run.changes | said)
     # It is where the output goes; or went, when the cell ends with a semicolon.
     after = "del {0}" if text.rstrip().endswith(";") else "{0} = None"
     kept = [ast.parse(after.format(word)).body[0] for word in sorted(said)]
-    return Asked(reads=run.reads, body=(*run.body, *kept), changes=run.changes)
+    return Asked(body=(*run.body, *kept), changes=run.changes)
 
 
 def _python(text: str) -> Asked | None:

@@ -142,9 +142,7 @@ def _plain(block: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                 yield _evaluated(decorator)
             node.decorator_list = []
             yield node
-        elif isinstance(
-            node, ast.Global
-        ):  # says nothing here, and must not stand behind what was put before it
+        elif isinstance(node, ast.Global):  # says nothing here, and may not follow what was put before it
             yield ast.copy_location(ast.Pass(), node)
         else:
             yield node
@@ -191,6 +189,6 @@ def _all_are(known: frozenset[str], expressions: Iterable[ast.expr]) -> bool:
 
 def _last_name(node: ast.expr) -> str:
     """`suppress` of `contextlib.suppress(KeyError)`."""
-    while isinstance(node, ast.Call):
+    if isinstance(node, ast.Call):
         node = node.func
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")

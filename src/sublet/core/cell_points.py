@@ -26,7 +26,7 @@ class Points(ast.NodeTransformer):
             if isinstance(at, _Loop):
                 at.body.insert(0, _point(at))
                 waiting += at.orelse  # runs once, after the loop
-            elif not isinstance(at, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
+            elif not isinstance(at, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 waiting += ast.iter_child_nodes(at)
         return node
 
