@@ -73,7 +73,7 @@ def test_a_cell_does_the_same_with_nothing_but_what_it_reads(
         ("if c: x = 1\nelif d: x = 2\nelse: x = 3\nx", "c d"),
         ("if c: x = 1\nelse: raise e\nx", "c e"),
         ("if c: x = 1\nelse:\n  with open(p): x = 1\nx", "c p"),
-        ("if a or (y := b): pass\nelse: print(y)", "a b"),
+        ("if a or (y := b): c\nelse: print(y)\nd", "a b c d"),
         ("x = 1 if c else (y := 2)\ny", "c y"),
         ("c and (y := 2)\ny", "c y"),
         ("(y := 2) and c\ny", "c"),
