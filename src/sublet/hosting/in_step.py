@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from sublet.core.cell import names_of_code
+from sublet.core.cell_flow import names_of_code
 from sublet.core.errors import CannotTravel
 from sublet.hosting.marks import is_large_array, mark, packed, unpacked
 from sublet.hosting.pickling import ATOMS, main_globals, pack, unpack
