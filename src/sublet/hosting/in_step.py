@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from sublet.core.cell import names_of_code
+from sublet.core.cell_flow import names_of_code
 from sublet.core.errors import CannotTravel
 from sublet.hosting.marks import is_large_array, mark, packed, unpacked
 from sublet.hosting.pickling import ATOMS, Seen, main_globals, pack, pack_seen, unpack

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from sublet import inside
-from sublet.core.cell import POINT, Points
+from sublet.core.cell_points import POINT, Points
 from sublet.core.errors import NotDurable
 from sublet.hosting import worker
 from sublet.hosting.marks import mark, packed, unpacked
