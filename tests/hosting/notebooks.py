@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from sublet.core.cell import names_of
+from sublet.core.cell_names import names_of
 from sublet.core.errors import WorkerLost
 from sublet.core.lease import LeaseState
 from sublet.hosting.clock import HostClock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -460,16 +461,15 @@ def test_an_interrupt_that_comes_when_the_answer_is_here_does_not_cost_the_answe
         frames().text(OUT, b"two")
         return "the answer"
 
-    for at in range(3):
-        left = [at]
+    for pressed in ([0], [1], [2], [0, 1], [0, 2], [1, 2]):
+        shown_so_far = itertools.count()
 
-        def fail(what: str, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] == -1:
-                time.sleep(0.1)  # the answer is certainly here
+        def fail(what: str, pressed: list[int] = pressed, n: Iterator[int] = shown_so_far) -> None:
+            if next(n) in pressed:
+                time.sleep(0.05)  # the answer is certainly here
                 raise KeyboardInterrupt
 
-        assert shown(worker, two_words, screen=Seen(fail)) == "the answer"
+        assert shown(worker, two_words, screen=Seen(fail)) == "the answer", pressed
 
 
 def test_a_second_interrupt_ends_a_worker_that_ignores_the_first(
