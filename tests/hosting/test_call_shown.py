@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import signal
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +219,24 @@ def test_when_answering_fails_the_call_is_interrupted_and_the_worker_serves_the_
         with pytest.raises(ZeroDivisionError):
             shown(worker, ask, 1, answer=fail)
         assert shown(worker, ask, 2) == [2]
+
+
+def test_when_answering_fails_the_call_need_not_wait_for_the_next_to_learn_it(
+    worker: LocalWorker, tmp_path: Path
+) -> None:
+    def ask_and_note(path: Path) -> None:
+        try:
+            there.ask_caller(1)
+        except KeyboardInterrupt:
+            path.touch()
+            raise
+
+    def fail(asked: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        shown(worker, ask_and_note, tmp_path / "told", answer=fail)
+    wait_until((tmp_path / "told").exists, 5)
 
 
 def test_an_answer_that_cannot_travel_is_the_answerers_error(worker: LocalWorker) -> None:
@@ -453,7 +471,7 @@ def test_an_interrupt_while_its_output_is_shown_counts_and_loses_no_output(worke
 
 
 def test_an_interrupt_that_comes_when_the_answer_is_here_does_not_cost_the_answer(
-    worker: LocalWorker,
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def two_words() -> str:
         frames().text(OUT, b"one")
@@ -461,15 +479,19 @@ def test_an_interrupt_that_comes_when_the_answer_is_here_does_not_cost_the_answe
         frames().text(OUT, b"two")
         return "the answer"
 
-    for pressed in ([0], [1], [2], [0, 1], [0, 2], [1, 2]):
-        shown_so_far = itertools.count()
+    drain, pressed = worker._shown.drain, [True]
 
-        def fail(what: str, pressed: list[int] = pressed, n: Iterator[int] = shown_so_far) -> None:
-            if next(n) in pressed:
-                time.sleep(0.05)  # the answer is certainly here
-                raise KeyboardInterrupt
+    def interrupted(screen: Any) -> None:
+        drain(screen)
+        if pressed.pop():
+            pressed.append(False)
+            raise KeyboardInterrupt
 
-        assert shown(worker, two_words, screen=Seen(fail)) == "the answer", pressed
+    monkeypatch.setattr(worker._shown, "drain", interrupted)
+    assert shown(worker, two_words) == "the answer"
+    pressed[:] = [True]
+    with pytest.raises(KeyboardInterrupt):
+        worker.call(two_words, (), {})
 
 
 def test_a_second_interrupt_ends_a_worker_that_ignores_the_first(
