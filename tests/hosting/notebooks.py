@@ -45,6 +45,9 @@ class HeldLease:
     def on_notice(self, callback: Any) -> None:
         pass
 
+    def yield_when_idle(self, callback: Any) -> None:
+        pass
+
     def run_shown(self, function: Any, args: tuple[CellOrder], screen: Any, answer: Any) -> Any:
         self.before_cell()
         self.orders.append(dict.fromkeys(Travel().unpack(args[0].values)))
@@ -93,10 +96,10 @@ class Notebook:
             Travel(),
             inside_cell.run,
         )
-        worker.call(empty_the_worker, (), {})
 
     def _take(self, wish: Wish) -> HeldLease:
         self._leases += 1
+        self.worker.call(empty_the_worker, (), {})
         return HeldLease(f"lease-{self._leases}", self.worker)
 
     @property
@@ -132,7 +135,6 @@ class Notebook:
     def lose_the_worker(self) -> None:
         """Between two cells."""
         self._cells.release()
-        self.worker.call(empty_the_worker, (), {})
 
     def fail_before_the_next_cell(self) -> None:
         """Its luggage is packed, and it never gets there."""

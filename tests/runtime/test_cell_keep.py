@@ -30,6 +30,7 @@ class MemoryStore:
         self.gate = threading.Event()
         self.gate.set()
         self.failing: BaseException | None = None
+        self.fail_next: BaseException | None = None
         self.inside = self.most_inside = 0
         self.closed = False
 
@@ -39,7 +40,8 @@ class MemoryStore:
         try:
             assert self.gate.wait(10)
             if self.failing is not None:
-                raise self.failing
+                now, self.failing = self.failing, self.fail_next or self.failing
+                raise now
             assert expected_version == len(self.saved)
             self.saved.append(state)
             return SimpleNamespace(version=len(self.saved), bytes_written=10)
@@ -134,6 +136,8 @@ def test_a_failure_nobody_heard_of_is_said_before_anything_else_is_saved(
 ) -> None:
     store.failing = NotDurable("the disk is full")
     kept.save_behind({"n": 1}, random_states(), "lease")
+    wait_until(lambda: not kept._busy)
+    store.failing = None
     with pytest.raises(NotDurable, match="the disk is full"):
         kept.save({"n": 2}, random_states(), "lease")
     assert store.saved == []
@@ -146,6 +150,7 @@ def test_of_several_failures_the_first_is_said(kept: KeptState, store: MemorySto
     kept.save_behind({"n": 1}, random_states(), "lease")
     wait_until(lambda: store.inside == 1)
     kept.save_behind({"n": 2}, random_states(), "lease")
+    store.fail_next = OSError("second")
     store.gate.set()
     assert kept.settle() == "OSError: first"
     assert kept.settle() == ""
