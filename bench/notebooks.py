@@ -70,7 +70,9 @@ class Kernel:
         from jupyter_client.manager import KernelManager
 
         self._manager = KernelManager(transport="ipc")
-        self._manager.start_kernel(env=dict(environment), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._manager.start_kernel(
+            env=dict(environment), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self._client = self._manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=PATIENCE_SECONDS)
@@ -218,7 +220,9 @@ def _first(place: Path, home: Home) -> Section:
     section = Section("The first cell: import torch, torch.zeros(1), ms", ["", "median", "range", "ours is"])
     ratio = median_ratio(peer, ours)
     section.rows.append(["a new kernel, import torch in it", *_spread(peer), ""])
-    section.rows.append(["first %%gpu cell of a kernel, zygote warm", *_spread(ours), f"{ratio:.1f} x faster"])
+    section.rows.append(
+        ["first %%gpu cell of a kernel, zygote warm", *_spread(ours), f"{ratio:.1f} x faster"]
+    )
     alone, whole = [c for c, _ in cold], [w for _, w in cold]
     peer_ms = statistics.median(peer)
     for name, times in (
@@ -227,7 +231,9 @@ def _first(place: Path, home: Home) -> Section:
     ):
         section.rows.append([name, *_spread(times), f"{peer_ms / statistics.median(times):.1f} x faster"])
     section.goals.append(Goal("first %%gpu cell, against a kernel that imports torch", ratio, 8.0))
-    section.notes.append("nothing warm: once per boot and user; %load_ext starts warming, and this cell does not wait before it")
+    section.notes.append(
+        "nothing warm: once per boot and user; %load_ext starts warming, and this cell does not wait before it"
+    )
     section.data = {"peer": peer, "ours": ours, "nothing warm": alone, "with kernel": whole}
     return section
 
@@ -341,6 +347,7 @@ def _arrays(home: Home) -> Section:
             for way, code in ways.items():
                 taken: dict[str, list[float]] = {"cell": [], "empty": [], "copy": []}
                 for turn in range(ARRAY_ROUNDS + 2):
+                    kernel.run("given[0] += 1")  # else a tensor that is there already would not be sent
                     new = {
                         "cell": kernel.ms(code),
                         "empty": kernel.ms("%%gpu\n0;"),
@@ -379,7 +386,9 @@ def _models(home: Home) -> Section:
     progress(f"notebooks: a model of {MODEL_MB} MB ...")
     width = 2048
     layers = MODEL_MB * (1 << 20) // (4 * width * width)
-    section = Section(f"A cell that uses a model of {MODEL_MB} MB, ms beyond an empty %%gpu cell", ["", "median", "range"])
+    section = Section(
+        f"A cell that uses a model of {MODEL_MB} MB, ms beyond an empty %%gpu cell", ["", "median", "range"]
+    )
     setup = [
         "import torch",
         f"model = torch.nn.Sequential(*(torch.nn.Linear({width}, {width}) for _ in range({layers})))",
@@ -428,5 +437,7 @@ def _billed(home: Home) -> Section:
         section.data[options] = {"billed": billed, "session": held}
         if options in ("--ttl 2s",):
             section.goals.append(Goal(f"GPU-seconds billed less than holding, {options}", ratio, 10.0))
-    section.notes.append("--ttl 5m: the GPU stays warm for the session, and is paid for; it would be revoked if somebody waited")
+    section.notes.append(
+        "--ttl 5m: the GPU stays warm for the session, and is paid for; it would be revoked if somebody waited"
+    )
     return section

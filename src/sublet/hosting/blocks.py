@@ -18,6 +18,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from sublet.hosting import written
+from sublet.hosting.halves import WORTH_IT_BYTES, in_halves
+
 FREE_KEPT = 4
 #: So many blocks may be in use at the borrower's.
 BORROWED_MOST = 64
@@ -47,6 +50,19 @@ def _places(block: memoryview) -> list[tuple[int, int]]:
 
 def _mapped(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _copy(into: memoryview, part: memoryview) -> None:
+    if part.readonly or part.nbytes < WORTH_IT_BYTES:
+        into[:] = part
+        return
+    to, source = ctypes.c_char.from_buffer(into), ctypes.c_char.from_buffer(part)
+    to_at, source_at = ctypes.addressof(to), ctypes.addressof(source)
+
+    def move(first: int, last: int) -> None:
+        ctypes.memmove(to_at + first, source_at + first, last - first)
+
+    in_halves(part.nbytes, move)
 
 
 class _Block:
@@ -87,7 +103,7 @@ class Lender:
         block.view[: len(table)] = table
         for i, part in enumerate(parts):
             offset, size = _PLACE.unpack_from(table, _TABLE.size + _PLACE.size * i)
-            block.view[offset : offset + size] = part
+            _copy(block.view[offset : offset + size], part)
         return block, fresh
 
     def _take(self, size: int) -> tuple[_Block, bool]:
@@ -139,11 +155,14 @@ class Borrower:
             self.unused.append(number)
             return copies
         whole = (ctypes.c_char * len(memory)).from_buffer(memory)
-        self._out[number] = weakref.ref(whole, lambda _: self._back(number))
+        start = ctypes.addressof(whole)
+        written.borrowed(start, len(memory))
+        self._out[number] = weakref.ref(whole, lambda _: self._back(number, start))
         view = memoryview(whole).cast("B")
         return [view[offset : offset + size] for offset, size in _places(view)]
 
-    def _back(self, number: int) -> None:
+    def _back(self, number: int, start: int) -> None:
+        written.given_back(start)
         self._out.pop(number, None)
         self.unused.append(number)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import xxhash
 
+from sublet.hosting import written
+from sublet.hosting.halves import WORTH_IT_BYTES, in_halves
 from sublet.hosting.pickling import Pickled
 
 #: A plain array above this is sent again rather than read twice to find out whether it must be.
@@ -23,10 +25,26 @@ LARGE_BYTES = 1 << 20
 
 def mark(parts: Pickled) -> bytes:
     digest = xxhash.xxh3_128()
+    large = [part for part in parts if part.nbytes >= LARGE_BYTES]
+    stamps = dict(zip(map(id, large), written.stamps(large), strict=True)) if large else {}
     for part in parts:
         digest.update(part.nbytes.to_bytes(8, "little"))
-        digest.update(part)
+        stamp = stamps.get(id(part))
+        if stamp is not None:
+            digest.update(b"written" + stamp.to_bytes(8, "little"))
+        else:
+            digest.update(part if part.nbytes < WORTH_IT_BYTES else _read_in_halves(part))
     return digest.digest()
+
+
+def _read_in_halves(part: memoryview) -> bytes:
+    found: dict[int, bytes] = {}
+
+    def read(first: int, last: int) -> None:
+        found[first] = xxhash.xxh3_128(part[first:last]).digest()
+
+    in_halves(part.nbytes, read)
+    return b"".join(found[first] for first in sorted(found))
 
 
 def is_large_array(value: Any) -> bool:
