@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sublet.hosting import written
-from sublet.hosting.halves import WORTH_IT_BYTES, in_halves
+from sublet.hosting.in_pieces import WORTH_IT_BYTES, by_two, pieces_of
 
 FREE_KEPT = 4
 #: So many blocks may be in use at the borrower's.
@@ -52,17 +52,24 @@ def _mapped(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-def _copy(into: memoryview, part: memoryview) -> None:
-    if part.readonly or part.nbytes < WORTH_IT_BYTES:
-        into[:] = part
-        return
-    to, source = ctypes.c_char.from_buffer(into), ctypes.c_char.from_buffer(part)
-    to_at, source_at = ctypes.addressof(to), ctypes.addressof(source)
+def _copy(copies: list[tuple[memoryview, memoryview]]) -> None:
+    """Each into the other."""
+    pieces: list[tuple[int, int, int]] = []
+    kept: list[Any] = []
+    for source, into in copies:
+        if source.readonly or source.nbytes < WORTH_IT_BYTES:
+            into[:] = source
+            continue
+        ends = [ctypes.c_char.from_buffer(view) for view in (source, into)]
+        kept.append(ends)  # as long as their addresses are used
+        here, there = map(ctypes.addressof, ends)
+        pieces += [(there + first, here + first, last - first) for first, last in pieces_of(source.nbytes)]
+    if pieces:
+        by_two(pieces, _move)
 
-    def move(first: int, last: int) -> None:
-        ctypes.memmove(to_at + first, source_at + first, last - first)
 
-    in_halves(part.nbytes, move)
+def _move(piece: tuple[int, int, int]) -> None:
+    ctypes.memmove(*piece)
 
 
 class _Block:
@@ -101,9 +108,11 @@ class Lender:
             end = _aligned(end + part.nbytes)
         block, fresh = self._take(end)
         block.view[: len(table)] = table
+        copies = []
         for i, part in enumerate(parts):
             offset, size = _PLACE.unpack_from(table, _TABLE.size + _PLACE.size * i)
-            _copy(block.view[offset : offset + size], part)
+            copies.append((part, block.view[offset : offset + size]))
+        _copy(copies)
         return block, fresh
 
     def _take(self, size: int) -> tuple[_Block, bool]:

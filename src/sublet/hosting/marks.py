@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from sublet.hosting import written
-from sublet.hosting.halves import WORTH_IT_BYTES, in_halves
+from sublet.hosting.in_pieces import WORTH_IT_BYTES, by_two, pieces_of
 from sublet.hosting.pickling import Pickled
 
 #: A plain array above this is sent again rather than read twice to find out whether it must be.
@@ -24,27 +24,39 @@ LARGE_BYTES = 1 << 20
 
 
 def mark(parts: Pickled) -> bytes:
-    digest = xxhash.xxh3_128()
     large = [part for part in parts if part.nbytes >= LARGE_BYTES]
-    stamps = dict(zip(map(id, large), written.stamps(large), strict=True)) if large else {}
+    known = dict(zip(map(id, large), _digests(large), strict=True)) if large else {}
+    digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part.nbytes.to_bytes(8, "little"))
-        stamp = stamps.get(id(part))
-        if stamp is not None:
-            digest.update(b"written" + stamp.to_bytes(8, "little"))
-        else:
-            digest.update(part if part.nbytes < WORTH_IT_BYTES else _read_in_halves(part))
+        digest.update(known.get(id(part), part))
     return digest.digest()
 
 
-def _read_in_halves(part: memoryview) -> bytes:
-    found: dict[int, bytes] = {}
+def _digests(parts: Pickled) -> list[bytes]:
+    """Of each its stamp, or else the digests of its pieces."""
+    stamps = written.stamps(parts)
+    pieces = [
+        (number, first, last)
+        for number, part in enumerate(parts)
+        if stamps[number] is None
+        for first, last in pieces_of(part.nbytes)
+    ]
+    found: dict[tuple[int, int], bytes] = {}
 
-    def read(first: int, last: int) -> None:
-        found[first] = xxhash.xxh3_128(part[first:last]).digest()
+    def read(piece: tuple[int, int, int]) -> None:
+        number, first, last = piece
+        found[number, first] = xxhash.xxh3_128(parts[number][first:last]).digest()
 
-    in_halves(part.nbytes, read)
-    return b"".join(found[first] for first in sorted(found))
+    if sum(last - first for _, first, last in pieces) >= WORTH_IT_BYTES:
+        by_two(pieces, read)
+    else:
+        for piece in pieces:
+            read(piece)
+    whole: list[list[bytes]] = [[] if stamp is None else [b"stamp %d" % stamp] for stamp in stamps]
+    for (number, _), digest in sorted(found.items()):
+        whole[number].append(digest)
+    return [b"".join(digests) for digests in whole]
 
 
 def is_large_array(value: Any) -> bool:

@@ -106,7 +106,7 @@ def run(order: CellOrder) -> CellReport:
         cell_random.put(order.random)
     drawn = cell_random.take()
     before = dict(space)
-    marks = {name: _mark(space[name]) for name in order.watch if name in space}
+    marks = {name: _mark_before(name, space[name]) for name in order.watch if name in space}
     _keeping = _Keeping(order.keep, order.every_us)
     setattr(builtins, POINT, _keeping.automatic)
     points = Points()
@@ -157,9 +157,10 @@ def _execute(here: CellShell, order: CellOrder) -> BaseException | None:
 
 
 def _found(
-    space: Mapping[str, Any], before: Mapping[str, Any], marks: Mapping[str, bytes | None], order: CellOrder
+    space: Mapping[str, Any], before: Mapping[str, Any], marks: Mapping[str, bytes], order: CellOrder
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What comes back by name, and what the cell deleted."""
+    _marked_last.clear()
     gone = tuple(sorted(name for name in before if name not in space and is_users(name)))
     if order.out is not None:
         wanted: Iterable[str] = dict.fromkeys((*order.out, *order.keep))
@@ -170,12 +171,24 @@ def _found(
         if is_users(name) and (name not in before or before[name] is not value)
     }
     for name, known in marks.items():
-        if name in space and name not in found and (known is None or _mark(space[name]) != known):
-            found[name] = space[name]
+        if name in space and name not in found:
+            now = _mark(space[name])
+            if now != known:
+                found[name] = space[name]
+            _marked_last[name] = (space[name], now)
     return found, gone
 
 
-def _mark(value: Any) -> bytes | None:
+#: What the last cell used, as it left it: what the next one finds, unless it was sent anew.
+_marked_last: dict[str, tuple[Any, bytes]] = {}
+
+
+def _mark_before(name: str, value: Any) -> bytes:
+    last = _marked_last.get(name)
+    return last[1] if last is not None and last[0] is value else _mark(value)
+
+
+def _mark(value: Any) -> bytes:
     try:
         return mark(pack(value))
     except UNSENDABLE:
