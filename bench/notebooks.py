@@ -38,7 +38,9 @@ SESSION_SECONDS = 60
 BURST_SECONDS = 1.0
 PATIENCE_SECONDS = 120
 
-FIRST_CELL = "import torch\ntorch.zeros(1)"
+FIRST_CELL = "import torch\nprint(torch.zeros(1))"
+#: Its value comes back, for which the notebook imports torch too.
+WITH_VALUE = "import torch\nx = torch.zeros(1)"
 
 
 def run(place: Path) -> list[Section]:
@@ -188,9 +190,9 @@ def _peer(home: Home) -> float:
         kernel.close()
 
 
-def _first_cell(home: Home) -> float:
+def _first_cell(home: Home, code: str = FIRST_CELL) -> float:
     with _kernel(home) as kernel:
-        return kernel.ms(f"%%gpu\n{FIRST_CELL}")
+        return kernel.ms(f"%%gpu\n{code}")
 
 
 def _from_nothing(folder: Path) -> tuple[float, float]:
@@ -210,14 +212,19 @@ def _first(place: Path, home: Home) -> Section:
     progress("notebooks: the first cell ...")
     peer: list[float] = []
     ours: list[float] = []
+    valued: list[float] = []
     _first_cell(home)  # starts the warden and the zygote of this home
     for _ in range(FIRST_TURNS):
         time.sleep(0.5)  # whatever the last one left to its background
         ours.append(_first_cell(home))
         time.sleep(0.5)
         peer.append(_peer(home))
+        time.sleep(0.5)
+        valued.append(_first_cell(home, WITH_VALUE))
     cold = [_from_nothing(place / f"cold{turn}") for turn in range(NOT_WARM_TURNS)]
-    section = Section("The first cell: import torch, torch.zeros(1), ms", ["", "median", "range", "ours is"])
+    section = Section(
+        "The first cell: import torch, print(torch.zeros(1)), ms", ["", "median", "range", "ours is"]
+    )
     ratio = median_ratio(peer, ours)
     section.rows.append(["a new kernel, import torch in it", *_spread(peer), ""])
     section.rows.append(
@@ -226,6 +233,7 @@ def _first(place: Path, home: Home) -> Section:
     alone, whole = [c for c, _ in cold], [w for _, w in cold]
     peer_ms = statistics.median(peer)
     for name, times in (
+        ("the same, x = torch.zeros(1) comes back", valued),
         ("first %%gpu cell, nothing warm", alone),
         ("the same, with the kernel's own start", whole),
     ):
@@ -234,7 +242,7 @@ def _first(place: Path, home: Home) -> Section:
     section.notes.append(
         "nothing warm: once per boot and user; %load_ext starts warming, and this cell does not wait before it"
     )
-    section.data = {"peer": peer, "ours": ours, "nothing warm": alone, "with kernel": whole}
+    section.data = {"peer": peer, "ours": ours, "nothing warm": alone, "with kernel": whole, "valued": valued}
     return section
 
 
