@@ -1,3 +1,5 @@
+"""Two threads over pieces: each piece once, and nobody leaves early."""
+
 from __future__ import annotations
 
 import itertools

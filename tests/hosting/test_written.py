@@ -1,6 +1,9 @@
+"""Stamps of borrowed memory: the same while nothing is written there, another after one byte, and none where nobody can tell."""
+
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,6 +119,16 @@ def test_a_block_written_all_over_is_read_from_then_on(pair: Pair) -> None:
     assert mark(pack(array)) != after
 
 
+def test_a_block_that_was_let_go_costs_no_more_faults(pair: Pair) -> None:
+    array = pair.ship(ones(16))
+    assert stamp(array) is not None
+    array += 1
+    assert stamp(array) is None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    array += 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 16 * MB // 4096 // 2
+
+
 def test_memory_that_is_no_blocks_has_no_stamp(pair: Pair) -> None:
     kept = pair.ship(ones())
     assert stamp(ones()) is None
@@ -129,13 +142,15 @@ def test_a_look_left_by_an_exception_never_vouches_for_the_block_again(
     array = pair.ship(ones())
     assert stamp(array) is not None
     array[0] = 5
-    take = written._Kernel.take_written
+    look = written._Kernel.written
 
-    def interrupted(self: Any, start: int, end: int) -> Any:
-        take(self, start, end)
-        raise KeyboardInterrupt
+    def interrupted(self: Any, start: int, end: int, *, protect: bool) -> Any:
+        found = look(self, start, end, protect=protect)
+        if protect:
+            raise KeyboardInterrupt
+        return found
 
-    monkeypatch.setattr(written._Kernel, "take_written", interrupted)
+    monkeypatch.setattr(written._Kernel, "written", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stamp(array)
     monkeypatch.undo()

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 _SYS_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY = 1
-_API, _REGISTER, _UNREGISTER = 0xC018AA3F, 0xC020AA00, 0x8010AA01
+_API, _REGISTER = 0xC018AA3F, 0xC020AA00
 _API_VERSION = 0xAA
 #: write protection; also of shared memory; also of pages that are not there; resolved by the kernel itself
 _FEATURES = 1 << 0 | 1 << 12 | 1 << 13 | 1 << 15
@@ -81,18 +81,15 @@ class _Kernel:
             self._faults, _REGISTER, bytearray(struct.pack("<QQQQ", start, end - start, _REGISTER_WP, 0))
         )
 
-    def unregister(self, start: int, end: int) -> None:
-        """Nothing of it is protected any more."""
-        fcntl.ioctl(self._faults, _UNREGISTER, bytearray(struct.pack("<QQ", start, end - start)))
-
-    def take_written(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Ranges written since the last time, in order; they are protected again. An OSError if it is not registered."""
+    def written(self, start: int, end: int, *, protect: bool) -> list[tuple[int, int]]:
+        """Ranges that were written to since they were protected, in order. An OSError if it is not registered."""
+        flags = _ONLY_IF_REGISTERED | (_PROTECT_FOUND if protect else 0)
         written: list[tuple[int, int]] = []
         while start < end:
             arguments = bytearray(
                 _SCAN_ARGUMENTS.pack(
                     _SCAN_ARGUMENTS.size,
-                    _PROTECT_FOUND | _ONLY_IF_REGISTERED,
+                    flags,
                     start,
                     end,
                     0,
@@ -160,13 +157,14 @@ def _look(loan: _Loan) -> None:
         if not loan.protected:
             # It may be known from an earlier loan, and may have been unmapped since.
             _kernel.register(loan.start, loan.end)
-            _kernel.take_written(loan.start, loan.end)
+            _kernel.written(loan.start, loan.end, protect=True)
             written: list[tuple[int, int]] = []
         else:
-            written = _kernel.take_written(loan.start, loan.end)
-        if sum(last - first for first, last in written) * 2 > loan.end - loan.start:
-            _kernel.unregister(loan.start, loan.end)
-            return
+            written = _kernel.written(loan.start, loan.end, protect=False)
+            if sum(last - first for first, last in written) * 2 > loan.end - loan.start:
+                return
+            if written:  # and what has been since
+                written = _kernel.written(loan.start, loan.end, protect=True)
     except OSError:
         _refused = True
         return
