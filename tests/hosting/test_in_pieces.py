@@ -44,10 +44,10 @@ def test_nobody_returns_while_the_other_is_at_work() -> None:
 
 def test_an_interrupt_is_passed_on_when_the_other_has_stopped() -> None:
     at_work = threading.Event()
-    running = 0
+    running = done = 0
 
     def work(piece: int) -> None:
-        nonlocal running
+        nonlocal running, done
         if threading.current_thread() is threading.main_thread():
             at_work.wait(5)
             raise KeyboardInterrupt
@@ -55,8 +55,10 @@ def test_an_interrupt_is_passed_on_when_the_other_has_stopped() -> None:
         at_work.set()
         time.sleep(0.05)
         running -= 1
+        done += 1
 
     with pytest.raises(KeyboardInterrupt):
         by_two(range(100), work)
     assert at_work.is_set()
     assert running == 0
+    assert done < 50

@@ -91,6 +91,7 @@ def test_a_block_that_is_lent_again_has_other_stamps(pair: Pair) -> None:
     first = stamp(array)
     address = array.ctypes.data
     del array
+    assert not written._loans
     pair.give_back()
     again = pair.ship(ones() * 2)
     assert again.ctypes.data == address  # else this proves nothing

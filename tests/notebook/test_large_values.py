@@ -101,9 +101,13 @@ def test_what_holds_large_arrays_is_sent_once_and_comes_back_when_one_byte_of_it
         notebook.run(f"d['y'][-1] = {number}; where = id(d)")
         assert space["d"]["y"][-1] == number
         assert space["where"] == there
+    mine = space["d"]
+    notebook.run("d['y'].sum()")
+    assert space["d"] is mine
     space["d"]["x"][0] = 5  # a block of the worker's by now
     notebook.run("found = int(d['x'][0])")
     assert space["found"] == 5
+    assert space["d"] is mine
     notebook.run("d['x'] += 1")
     notebook.run("d['x'] += 1")
     assert (space["d"]["x"][0], space["d"]["x"][1]) == (7, 2)
@@ -126,6 +130,7 @@ def test_random_states_go_on_from_side_to_side_whether_or_not_a_cell_drew(notebo
     notebook.run("import random\nx = random.random()")
     drawn = [notebook.space["x"], random.random()]
     notebook.run("pass")
+    assert notebook.cells._random(fresh=False) is None  # neither drew: there is nothing to send
     notebook.run("pass")
     notebook.run("x = random.random()")
     drawn.append(notebook.space["x"])
