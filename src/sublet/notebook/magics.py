@@ -20,7 +20,7 @@ from sublet.notebook.front import Front, brief, cell_error, rendered, syntax_err
 from sublet.notebook.options import CELL_HELP, LINE_HELP, BadOption, parse_cell, parse_line
 from sublet.notebook.panel import Panel
 from sublet.notebook.workbench import Workbench
-from sublet.runtime.cell import Ran, Source, Wish
+from sublet.runtime.cell import Ran, Source
 
 _MISSING_NAME = re.compile(r"name '(\w+)' is not defined")
 
@@ -66,7 +66,7 @@ class GpuMagics(Magics):
         source = self._source(line, cell)
         if not isinstance(source, Source):
             return source
-        return self._show(wish, self.bench.run(wish, source, self.shell.user_ns))
+        return self._show(self.bench.run(wish, source, self.shell.user_ns))
 
     def _source(self, line: str, cell: str) -> Source | BaseException:
         # One line for the magic, so that a traceback names the notebook's own lines.
@@ -89,11 +89,11 @@ class GpuMagics(Magics):
             colors=str(self.shell.colors),
         )
 
-    def _show(self, wish: Wish, ran: Ran) -> BaseException | None:
+    def _show(self, ran: Ran) -> BaseException | None:
         report = ran.report
         if report is not None and report.result and ran.error is None:
             self.front.remember_result(ran.result)
-        self.panel.under_cell(wish, ran)
+        self.panel.under_cell(ran)
         if report is not None and report.failure is not None:
             failure = report.failure
             error = cell_error(failure)

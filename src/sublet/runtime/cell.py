@@ -29,8 +29,8 @@ from sublet.core.errors import (
     SubletError,
     WorkerLost,
 )
+from sublet.core.lease import EndReason, LeaseState
 from sublet.core.lease import Lease as LeaseRow
-from sublet.core.lease import LeaseState
 from sublet.core.notice import Notice
 from sublet.ports.cell import RESULT, CellOrder, CellReport, InStep, Luggage, Packing, Saving, Snapshot
 from sublet.ports.clock import Clock
@@ -94,6 +94,7 @@ class Ran:
     kept: Kept | None = None
     result: Any = None
     stayed: dict[str, str]
+    before: str = ""  # why the session before it ended, when this cell had to take a new one
     error: SubletError | None = None  # lost, or not saved; what the cell itself raised is in the report
 
 
@@ -105,6 +106,7 @@ class _Trip:
     source: Source
     space: MutableMapping[str, Any]
     lease: Lease
+    before: str
     began: int
     kept_before: Kept | None
     written_before: int
@@ -141,8 +143,10 @@ class Cells:
         self._drawn: Mapping[str, bytes] = {}  # the notebook's random states when both sides had the same
         self._random_there: Mapping[str, bytes] = {}
         self._pid = os.getpid()
+        self._screen: Screen | None = None  # of the cell that runs
         self.lease: Lease | None = None
         self.account = Account()
+        self.on_change: Callable[[], None] = lambda: None  # called from any thread
 
     # the lease
 
@@ -179,6 +183,7 @@ class Cells:
             vram_bytes=lease.vram_bytes,
         )
         self._unsettled[lease.id] = None
+        lease.on_notice(lambda notice: self._heard(lease, notice))
         return lease
 
     def release(self) -> None:
@@ -190,6 +195,12 @@ class Cells:
             with contextlib.suppress(SubletError):
                 lease.release()
         self.settle_account()
+        self.on_change()
+
+    @property
+    def only_there(self) -> tuple[str, ...]:
+        """Names that could not come back, and live in the worker."""
+        return tuple(sorted(self._in_step.stayed)) if self.lease is not None else ()
 
     def settle_account(self) -> None:
         """Enter the ends of leases that are over."""
@@ -209,8 +220,12 @@ class Cells:
     # one cell
 
     def run(self, wish: Wish, source: Source, space: MutableMapping[str, Any], screen: Screen) -> Ran:
+        before = ""
         while True:
+            last = self.lease
             warm = self._serves(wish)
+            if last is not None and not warm:
+                before = self._why_ended(last)
             step = self._in_step if warm else self._packing.in_step()
             # Before anything is leased: a variable that cannot travel must not cost a GPU-second.
             taken = source.reads if wish.takes is None else wish.takes
@@ -223,6 +238,7 @@ class Cells:
                 source=source,
                 space=space,
                 lease=lease,
+                before=before,
                 began=self._clock.monotonic_us(),
                 kept_before=self.kept.last,
                 written_before=self.kept.bytes_written,
@@ -255,15 +271,16 @@ class Cells:
             every_us=wish.every_us,
             random=self._random(fresh),
         )
-        lease.on_notice(lambda notice: self._warned(lease, notice, screen))
+        self._screen = screen
         try:
+            self.on_change()
             report = lease.run_shown(
                 self._run_inside, (order,), screen, lambda asked: self._answer(asked, lease)
             )
             assert isinstance(report, CellReport)
             return report
         finally:
-            lease._callbacks.clear()
+            self._screen = None
 
     def _random(self, fresh: bool) -> Mapping[str, bytes] | None:
         """The notebook's random states travel like a variable: a seed set in a normal cell counts in the next `%%gpu` cell."""
@@ -277,13 +294,17 @@ class Cells:
         self._random_there = cell_random.put_what_is_in_use(states)
         self._drawn = cell_random.take()
 
-    def _warned(self, lease: Lease, notice: Notice, screen: Screen) -> None:
-        if notice.source != "lease" or lease._worker is None or lease.status != "revoking":
-            return
-        lease._worker.warn()
-        left = max(0, notice.deadline_us - self._clock.monotonic_us()) / 1e6
-        with contextlib.suppress(Exception):
-            screen.text("stderr", f"GPU session ends in {left:.0f} s ({notice.reason}).\n")
+    def _heard(self, lease: Lease, notice: Notice) -> None:
+        """From a thread of the keeper's: the GPU will go, or the ledger does not answer."""
+        if lease.status == "revoking" and lease._worker is not None:
+            lease._worker.warn()
+        left = notice.seconds_left(self._clock.monotonic_us())
+        screen = self._screen
+        if screen is not None and left > 0:
+            ends = "ends" if lease.status == "revoking" else "may end"
+            with contextlib.suppress(Exception):
+                screen.text("stderr", f"GPU session {ends} in {left:.0f} s ({notice.reason}).\n")
+        self.on_change()
 
     def _answer(self, asked: Any, lease: Lease) -> Saving:
         """A snapshot from inside the cell. With the GPU going it is saved at once, and the cell ends there."""
@@ -300,7 +321,7 @@ class Cells:
     # after it
 
     def _after(self, trip: _Trip, report: CellReport) -> Ran:
-        ran = Ran(report=report, stayed=dict(report.stayed))
+        ran = Ran(report=report, stayed=dict(report.stayed), before=trip.before)
         if report.stopped:
             ran.error = self._ended(report.stopped, trip)
             self._go_on_from_kept(trip)
@@ -313,11 +334,12 @@ class Cells:
         self._enter(ran, trip, report.launches)
         if trip.wish.release or report.stopped:
             self.release()
+        self.on_change()
         return ran
 
     def _loss(self, trip: _Trip, why: str) -> Ran:
         self.kept.settle(SETTLE_SECONDS)
-        ran = Ran(stayed={}, error=self._ended(why, trip))
+        ran = Ran(stayed={}, before=trip.before, error=self._ended(why, trip))
         self._go_on_from_kept(trip)
         self._enter(ran, trip, 0)
         self.release()
@@ -370,6 +392,14 @@ class Cells:
         if last is not None and last is not trip.kept_before:
             trip.space.update(last.values)
             self._put_random(last.random)
+
+    def _why_ended(self, lease: Lease) -> str:
+        """Of a session between two cells, in words; '' when it was given back on purpose."""
+        with contextlib.suppress(SubletError):
+            row = self._ledger().look(lease.id).lease
+            if row.reason is not None and row.reason is not EndReason.RELEASED:
+                return f"{row.reason.value}: {row.detail}"
+        return ""
 
     def _ended(self, why: str, trip: _Trip) -> GpuSessionEnded:
         last = self.kept.last
