@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,12 +40,11 @@ from sublet.runtime.cell_keep import Kept, KeptState
 from sublet.runtime.holding import Lease
 from sublet.runtime.late_module import module_or_late
 
-#: How often, and how long apart, an unreachable ledger is asked before the cell gives up.
-RETRY_SECONDS = (0.2, 0.5, 1.0)
+#: How long an unreachable ledger is asked before the cell gives up, and the pause between two questions. One question is itself patient.
+GIVE_UP_SECONDS = 3.0
+PAUSE_SECONDS = 0.2
 #: After a loss: how long to wait for a save that was under way to say whether it counted.
 SETTLE_SECONDS = 0.5
-#: How `Lease` says why a worker was lost.
-_REASON = re.compile(r"GPU session ended \((.*?)\);", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +80,8 @@ class Source:
     count: int
     reads: tuple[str, ...]
     front: str
+    name: str
+    texts: Callable[[Iterable[str]], Mapping[str, tuple[int, str]]]  # of the notebook's cells, by file name
     colors: str = ""
 
 
@@ -163,16 +163,15 @@ class Cells:
         return True
 
     def _lease_for(self, wish: Wish) -> Lease:
-        tries = iter(RETRY_SECONDS)
+        give_up = time.monotonic() + GIVE_UP_SECONDS
         while True:
             try:
                 lease = self._take(wish)
                 break
             except Disconnected as e:
-                pause = next(tries, None)
-                if pause is None:
+                if time.monotonic() >= give_up:
                     raise GpuUnavailable(f"GPU unavailable: {e.message}. Nothing was run.") from e
-                time.sleep(pause)
+                time.sleep(PAUSE_SECONDS)
         self.lease, self._place = lease, wish.place
         row = lease._row
         self.account.begin(
@@ -250,7 +249,12 @@ class Cells:
                 if warm and not begun:
                     self.release()
                     continue
-                return self._loss(trip, lost.message)
+                return self._loss(trip, lost.reason if isinstance(lost, WorkerLost) else lost.message)
+            except BaseException:
+                # Interrupted twice, or its output could not be shown: what the worker has now is not known.
+                self._enter(Ran(stayed={}), trip, 0)
+                self.release()
+                raise
             step.took(luggage)
             return self._after(trip, report)
 
@@ -260,6 +264,8 @@ class Cells:
         order = CellOrder(
             source=source.body,
             header=source.header,
+            name=source.name,
+            texts=source.texts(luggage.files),
             count=source.count,
             front=source.front,
             colors=source.colors,
@@ -410,9 +416,7 @@ class Cells:
             when = time.strftime("%H:%M:%S", time.localtime(last.saved_at))
             which = "" if last is not trip.kept_before else ", before this cell"
             saved = f"Saved: {last.names} at {when} ({ago:.0f} s ago{which}), version {last.version} of {self.kept.job}."
-        found = _REASON.match(why)
-        reason = found[1] if found else why
-        return GpuSessionEnded(f"GPU session ended ({reason}). Rerun this cell to reacquire. {saved}")
+        return GpuSessionEnded(f"GPU session ended ({why}). Rerun this cell to reacquire. {saved}")
 
     def _enter(self, ran: Ran, trip: _Trip, launches: int) -> None:
         """The cell's line in the account, at the ledger's clock."""

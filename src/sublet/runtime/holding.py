@@ -21,8 +21,8 @@ from typing import Any
 
 from sublet.core import notice as notices
 from sublet.core.errors import BadInput, Disconnected, InvariantBroken, LeaseLost, SubletError, WorkerLost
+from sublet.core.lease import EndReason, LeaseState
 from sublet.core.lease import Lease as LeaseRow
-from sublet.core.lease import LeaseState
 from sublet.core.notice import Notice
 from sublet.core.renewal import local_deadline
 from sublet.ports.clock import Clock
@@ -215,13 +215,16 @@ class Lease:
 
     def _explained(self, lost: WorkerLost) -> WorkerLost:
         """The supervisor knows that it ended the worker; the ledger knows why."""
-        why = lost.message
+        why = reason = lost.message
         with contextlib.suppress(SubletError):
             row = self._ledger.look(self.id).lease
             if row.reason is not None:
-                why = f"GPU session ended ({row.reason.value}: {row.detail}); {lost.message}"
+                taken = f"{row.reason.value}: {row.detail}"
+                why = f"GPU session ended ({taken}); {lost.message}"
+                # That the holder is gone is all the ledger knows of a worker that died by itself; its supervisor knows how.
+                reason = taken if row.reason is not EndReason.HOLDER_LOST else lost.message
         self._lost(why)
-        return WorkerLost(why, begun=lost.begun)
+        return WorkerLost(why, begun=lost.begun, reason=reason)
 
     def _adopt(self, worker: Worker, environment: Mapping[str, str]) -> None:
         """Granted: from here on the worker lives as long as the lease does."""
