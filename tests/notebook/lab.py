@@ -153,6 +153,7 @@ class Notebook:
 
     def wait_for(self, cell_id: str, text: str) -> None:
         """Until the page shows it under the cell."""
+        self.look()
         self.cell(cell_id).locator(".jp-Cell-outputArea").get_by_text(text).first.wait_for()
 
     def said(self, cell_id: str) -> str:

@@ -24,7 +24,7 @@ from tests.conftest import need
 from tests.notebook import lab, recipe_11
 from tests.notebook.lab import DARK, LIGHT, Lab
 from tests.notebook.recipe_11 import Operator, add_up, facts
-from tests.runtime.conftest import Home, wait_until
+from tests.runtime.conftest import Home
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -178,28 +178,39 @@ def test_the_smaller_gpu_now_is_a_question_in_the_page(jupyterlab: Lab, ledger: 
     big.run("held")
     big.wait_for("held", "begun")
 
+    ask = "%%gpu --vram 1GiB\nimport sublet\nprint('have', sublet.lease().vram_bytes)"
     small = jupyterlab.open(
-        "small.ipynb",
-        cells(
-            load="%load_ext sublet",
-            ask="%%gpu --vram 1GiB\nimport sublet\nprint('have', sublet.lease().vram_bytes)",
-        ),
+        "small.ipynb", cells(load="%load_ext sublet", ask=ask, release="%gpu release", again=ask)
     )
     small.run("load")
     small.run("ask")
     box = small.cell("ask").locator(".jp-Stdin-input")
     box.wait_for()
     asked = " ".join(small.said("ask").split())
-    small.shot(shots / "offer-light.png")
-    assert "512MiB now, or 1GiB" in asked
-    assert "Take 512MiB now? [y/N]" in asked
     jupyterlab.theme(DARK)
     small.shot(shots / "offer-dark.png")
+    assert "512MiB is free now, and held for you for 19 s; 1GiB in about 30 min." in asked
+    assert "512MiB now, or 1GiB in about 30 min. Take 512MiB now? [y/N]" in asked
     box.fill("y")
     box.press("Enter")
     small.wait_for("ask", f"have {512 << 20}")
+    assert "held for you" not in small.said("ask")
     small.shot(shots / "accepted-dark.png")
-    big.press("i", "i")  # interrupt, as everybody does it
+
+    # Nobody answers: the place in the waitlist is kept, and served when the other is interrupted and idle.
+    quick = dataclasses.replace(
+        ledger.policy(), idle_after_us=300_000, grace_us=300_000, offer_hold_us=2_500_000
+    )
+    ledger.set_policy(quick, actor="test")
+    small.run("release")
+    small.wait_for("release", "GPU given back")
+    small.run("again")
+    small.wait_for("again", "Take 512MiB now?")
+    small.wait_for("again", "Waiting for a GPU: place 1 in the waitlist")
+    small.cell("again").locator(".jp-Stdin-input").wait_for(state="detached")
+    small.shot(shots / "unanswered-dark.png")
+    big.press("i", "i")
     big.wait_for("held", "KeyboardInterrupt")
-    wait_until(lambda: not [a for a in ledger.leases() if a.lease.busy])
+    small.wait_for("again", f"have {1 << 30}")
+    small.shot(shots / "unanswered-served-dark.png")
     assert jupyterlab.hosts() == {"127.0.0.1"}
