@@ -93,34 +93,35 @@ def ask(question: str, seconds: float) -> str:
     """What the user types, or '' when nobody answers in time."""
     if seconds <= 0:
         return ""
-    with _given_up_after(seconds) as given_up:
-        try:
+    given_up = threading.Event()
+    try:
+        with _given_up_after(seconds, given_up):
             return input(question)
-        except KeyboardInterrupt:
-            if given_up.is_set():
-                return ""
-            raise
-        except Exception:  # a front end that cannot be asked
+    except KeyboardInterrupt:
+        if given_up.is_set():
             return ""
+        raise
+    except Exception:  # a front end that cannot be asked
+        return ""
 
 
 @contextlib.contextmanager
-def _given_up_after(seconds: float) -> Iterator[threading.Event]:
+def _given_up_after(seconds: float, given_up: threading.Event) -> Iterator[None]:
     """Both a terminal's and a kernel's `input()` are left by an interrupt, and by nothing else."""
-    given_up, answered = threading.Event(), threading.Lock()
+    answered, over, asking = threading.Lock(), False, threading.get_ident()
 
     def give_up() -> None:
         with answered:
             if not over:
                 given_up.set()
-                signal.raise_signal(signal.SIGINT)
+                # To that thread: a terminal's read() is left only by a signal of its own.
+                signal.pthread_kill(asking, signal.SIGINT)
 
-    over = False
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
     try:
-        yield given_up
+        yield
     finally:
         with answered:
             over = True
