@@ -196,9 +196,16 @@ class Lab:
         close_home(self.home)
 
 
-def open_lab(folder: Path, monkeypatch: pytest.MonkeyPatch, *, devices: str, preload: str = "none") -> Lab:
+def open_lab(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    devices: str,
+    preload: str = "none",
+    ledger: str = "",
+) -> Lab:
     need_notebooks()
-    home = make_home(folder, f"sqlite:{folder}/home/ledger.db", monkeypatch, devices)
+    home = make_home(folder, ledger or f"sqlite:{folder}/home/ledger.db", monkeypatch, devices)
     home.environment["SUBLET_PRELOAD"] = preload
     return Lab(home, folder)
 

@@ -21,8 +21,8 @@ from sublet.core.lease import EndReason, LeaseState
 from sublet.ports.ledger import Ledger
 from sublet.wiring import open_ledger
 from tests.conftest import need
-from tests.notebook import lab, recipe_11
-from tests.notebook.lab import DARK, LIGHT, Lab
+from tests.notebook import in_browser, recipe_11
+from tests.notebook.in_browser import DARK, LIGHT, JupyterLab
 from tests.notebook.recipe_11 import Operator, add_up, facts
 from tests.runtime.conftest import Home
 
@@ -46,14 +46,17 @@ def ledger(home: Home) -> Ledger:
 
 
 @pytest.fixture(scope="module")
-def jupyterlab(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def jupyterlab(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     need(browser is not None, "a Chromium browser")
     assert browser is not None
-    outside = lab.Outside()
+    outside = in_browser.Outside()
     folder = tmp_path_factory.mktemp("lab")
-    with lab.served(folder, home.environment, outside) as url, lab.browser_page(browser) as page:
-        yield Lab(folder / "notebooks", url, page)
+    with (
+        in_browser.served(folder, home.environment, outside) as url,
+        in_browser.browser_page(browser) as page,
+    ):
+        yield JupyterLab(folder / "notebooks", url, page)
     outside.close()
     assert outside.asked == [], "the server or a kernel asked another host"
 
@@ -73,7 +76,7 @@ def cells(**sources: str) -> Any:
 
 
 def test_recipe_11_loses_its_gpu_in_jupyterlab_and_ends_as_if_it_had_not(
-    jupyterlab: Lab, ledger: Ledger, shots: Path
+    jupyterlab: JupyterLab, ledger: Ledger, shots: Path
 ) -> None:
     """As somebody would do it: run all, see the error, run that cell again, run the rest."""
     notebook = recipe_11.read(pace="0.008", without=("operator", "operator-words", "train-two-again"))
@@ -126,7 +129,7 @@ def test_recipe_11_loses_its_gpu_in_jupyterlab_and_ends_as_if_it_had_not(
 
 
 def test_the_second_of_two_notebooks_sees_its_place_and_gets_the_gpu_when_the_first_is_idle(
-    jupyterlab: Lab, ledger: Ledger, shots: Path
+    jupyterlab: JupyterLab, ledger: Ledger, shots: Path
 ) -> None:
     quick = dataclasses.replace(ledger.policy(), idle_after_us=300_000, grace_us=300_000)
     ledger.set_policy(quick, actor="test")
@@ -171,7 +174,9 @@ def test_the_second_of_two_notebooks_sees_its_place_and_gets_the_gpu_when_the_fi
     assert jupyterlab.hosts() == {"127.0.0.1"}
 
 
-def test_the_smaller_gpu_now_is_a_question_in_the_page(jupyterlab: Lab, ledger: Ledger, shots: Path) -> None:
+def test_the_smaller_gpu_now_is_a_question_in_the_page(
+    jupyterlab: JupyterLab, ledger: Ledger, shots: Path
+) -> None:
     held = "%%gpu --vram 512MiB\nprint('begun')\nimport time\nfor _ in range(600):\n    time.sleep(0.1)"
     big = jupyterlab.open("big.ipynb", cells(load="%load_ext sublet", held=held))
     big.run("load")

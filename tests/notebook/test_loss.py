@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 from sublet.core.lease import LeaseState
 from sublet.core.meter import of_ended
+from sublet.testing.postgres import PostgresServer, find_binaries
 from sublet.wiring import open_ledger
-from tests.notebook.conftest import Kernel, Lab, Shown
+from tests.conftest import need
+from tests.notebook.conftest import Kernel, Lab, Shown, open_lab
 from tests.notebook.test_output import gpu
 from tests.runtime.conftest import process_is_gone, wait_until
 
@@ -280,6 +283,33 @@ def test_a_ledger_that_is_gone_is_said_in_a_sentence(kernel: Kernel, shared_lab:
     assert "sublet doctor" in shown.trace
     assert other.value("mine") == "5"
     other.close()
+
+
+def test_a_ledger_that_stops_answering_under_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder stops first (L6, L7): warned before, ended at its own deadline, with nobody to ask."""
+    need(find_binaries() is not None, "a PostgreSQL server")
+    server = PostgresServer()
+    server.start()
+    lab = open_lab(
+        tmp_path,
+        monkeypatch,
+        devices="host:1x4GiB",
+        ledger=f"{server.url}&sublet_schema=t{uuid.uuid4().hex[:8]}",
+    )
+    try:
+        kernel = lab.kernel()
+        kernel.fine("mine = [1]")
+        begin(kernel, SLEEPS, "--ttl 3s")
+        server.crash()
+        shown = kernel.finish()
+        assert "GPU session may end in" in shown.stderr
+        assert shown.error == "GpuSessionEnded"
+        assert kernel.value("mine") == "[1]"
+        server.start()
+        assert kernel.fine(gpu("mine")).result == "[1]"
+    finally:
+        lab.close()
+        server.stop()
 
 
 # --- the bill

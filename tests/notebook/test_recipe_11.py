@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 import nbformat
@@ -84,14 +85,19 @@ def check_the_kernel_lived(done: Done, ledger: Ledger) -> None:
 
 
 def check_the_cost_that_is_shown(done: Done, ledger: Ledger) -> None:
-    shown = [
-        float(seconds)
-        for seconds in re.findall(r"^(?:In \[\d+\]|warm) .*?(\d+\.\d{3})", done.said("cost"), re.M)
-    ]
-    assert [round(gpu_us / 1e6, 3) for _, _, gpu_us in done.facts["lines"]] == shown
-    total = sum(of_ended(ledger.look(i).lease).gpu_us for i in {line[0] for line in done.facts["lines"]})
-    assert re.search(rf"^total +{total / 1e6:.3f} ", done.said("cost"), re.M)
-    assert f"to the microsecond: {total / 1e6:.3f} GPU-s." in done.said("cost")
+    """Also what is printed, rounded as it is, adds up."""
+    lines, cost = done.facts["lines"], done.said("cost")
+    shown = [Decimal(seconds) for seconds in re.findall(r"^(?:In \[\d+\]|warm) .*?(\d+\.\d{3})", cost, re.M)]
+    assert len(shown) == len(lines)
+    assert all(
+        abs(s - Decimal(us) / 1_000_000) <= Decimal("0.001")
+        for s, (_, _, us) in zip(shown, lines, strict=True)
+    )
+    used = sum(of_ended(ledger.look(lease_id).lease).gpu_us for lease_id in {line[0] for line in lines})
+    total = Decimal(used).scaleb(-6).quantize(Decimal("0.001"), ROUND_HALF_UP)
+    assert sum(shown) == total
+    assert re.search(rf"^total +{total} ", cost, re.M)
+    assert f"to the microsecond: {total} GPU-s." in cost
 
 
 def test_undisturbed_it_trains_on_one_lease(undisturbed: Done, ledger: Ledger) -> None:

@@ -27,7 +27,6 @@ from sublet.hosting.in_step import Travel
 from sublet.notebook import inside_cell
 from sublet.notebook.front import Front
 from sublet.notebook.waiting import Waiting
-from sublet.ports.ledger import Answer
 from sublet.runtime.cell import Cells, Ran, Source, Wish
 from sublet.runtime.cell_keep import KeptState
 from sublet.runtime.holding import WATCHDOG_US, Lease
@@ -73,9 +72,6 @@ class Workbench:
 
     def restore(self, space: dict[str, Any], job: str) -> tuple[str, ...]:
         return self.cells.kept.restore(space, job)
-
-    def look(self, lease_id: str) -> Answer:
-        return open_ledger(self.settings).look(lease_id)
 
     def tenant(self) -> tuple[Tenant, Policy, int]:
         """Whose GPU time this is, by which rules, and the ledger's clock."""

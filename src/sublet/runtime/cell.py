@@ -29,15 +29,14 @@ from sublet.core.errors import (
     WorkerLost,
 )
 from sublet.core.lease import EndReason, LeaseState
-from sublet.core.lease import Lease as LeaseRow
 from sublet.core.notice import Notice
 from sublet.ports.cell import RESULT, CellOrder, CellReport, InStep, Luggage, Packing, Saving, Snapshot
 from sublet.ports.clock import Clock
-from sublet.ports.ledger import Ledger
+from sublet.ports.ledger import Answer, Ledger
 from sublet.ports.worker import Screen
 from sublet.runtime import cell_random
 from sublet.runtime.cell_keep import Kept, KeptState
-from sublet.runtime.holding import Lease
+from sublet.runtime.holding import EXPLAIN_PATIENCE_US, RELEASE_PATIENCE_US, Lease
 from sublet.runtime.late_module import module_or_late
 
 #: How long an unreachable ledger is asked before the cell gives up, and the pause between two questions. One question is itself patient.
@@ -183,16 +182,17 @@ class Cells:
         )
         self._unsettled[lease.id] = None
         lease.on_notice(lambda notice: self._heard(lease, notice))
+        lease.yield_when_idle(lambda: self.on_change())
         return lease
 
-    def release(self) -> None:
+    def release(self, *, patience_us: int = RELEASE_PATIENCE_US) -> None:
         """Give the GPU back now. The notebook's variables stay; what was only in the worker goes."""
         lease, self.lease = self.lease, None
         if lease is not None:
             self._lost_names.update(dict.fromkeys(self._in_step.stayed, lease.id))
             self._in_step = self._packing.in_step()
             with contextlib.suppress(SubletError):
-                lease.release()
+                lease.release(patience_us=patience_us)
         self.settle_account()
         self.on_change()
 
@@ -206,15 +206,20 @@ class Cells:
         for lease_id in list(self._unsettled):
             if self.lease is not None and self.lease.id == lease_id and self.lease.status == "active":
                 continue
-            with contextlib.suppress(SubletError):
-                row = self._ledger().look(lease_id).lease
+            try:
+                row = self.look(lease_id).lease
+            except Disconnected:
+                return  # the others will not be found either, and later is soon enough
+            except SubletError:
+                continue
+            else:
                 if row.state is LeaseState.ENDED:
                     self.account.lease_ended(lease_id, row.ended_at)
                     del self._unsettled[lease_id]
 
-    def row(self) -> LeaseRow | None:
-        """The ledger's row of the warm lease, if there is one."""
-        return None if self.lease is None else self._ledger().look(self.lease.id).lease
+    def look(self, lease_id: str) -> Answer:
+        """Nobody waits long for a line under a cell."""
+        return self._ledger().look(lease_id, patience_us=EXPLAIN_PATIENCE_US)
 
     # one cell
 
@@ -338,7 +343,7 @@ class Cells:
         if failed and ran.error is None:
             ran.error = NotDurable(f"what --keep names was not saved: {failed}")
         self._enter(ran, trip, report.launches)
-        if trip.wish.release or report.stopped:
+        if trip.wish.release or trip.lease.status != "active":
             self.release()
         self.on_change()
         return ran
@@ -348,7 +353,7 @@ class Cells:
         ran = Ran(stayed={}, before=trip.before, error=self._ended(why, trip))
         self._go_on_from_kept(trip)
         self._enter(ran, trip, 0)
-        self.release()
+        self.release(patience_us=EXPLAIN_PATIENCE_US)
         return ran
 
     def _bring_back(self, report: CellReport, space: MutableMapping[str, Any]) -> Any:
@@ -402,7 +407,7 @@ class Cells:
     def _why_ended(self, lease: Lease) -> str:
         """Of a session between two cells, in words; '' when it was given back on purpose."""
         with contextlib.suppress(SubletError):
-            row = self._ledger().look(lease.id).lease
+            row = self.look(lease.id).lease
             if row.reason is not None and row.reason is not EndReason.RELEASED:
                 return f"{row.reason.value}: {row.detail}"
         return ""
@@ -422,7 +427,7 @@ class Cells:
         """The cell's line in the account, at the ledger's clock."""
         ran.kept = self.kept.last if self.kept.last is not trip.kept_before else None
         try:
-            found = self._ledger().look(trip.lease.id)
+            found = self.look(trip.lease.id)
         except SubletError:
             return  # the rest is entered when the lease's end is known
         row = found.lease

@@ -55,7 +55,7 @@ class Outside:
         self._door.close()
 
 
-class Lab:
+class JupyterLab:
     """A server, and the one page that looks at it."""
 
     def __init__(self, folder: Path, url: str, page: Any) -> None:
@@ -70,7 +70,7 @@ class Lab:
             urlsplit(url).hostname or "" for url in self.asked if urlsplit(url).scheme not in ("data", "blob")
         }
 
-    def open(self, name: str, notebook: Any) -> Notebook:
+    def open(self, name: str, notebook: Any) -> OpenNotebook:
         nbformat.write(notebook, self.folder / name)
         if self.page.url == "about:blank":
             self.page.goto(f"{self.url}lab?token={TOKEN}&reset")
@@ -81,7 +81,7 @@ class Lab:
             "async path => { await jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'}); }",
             name,
         )
-        return Notebook(self, name)
+        return OpenNotebook(self, name)
 
     def theme(self, name: str) -> None:
         self.page.evaluate(
@@ -90,10 +90,10 @@ class Lab:
         self.page.wait_for_function("name => document.body.dataset.jpThemeName === name", arg=name)
 
 
-class Notebook:
+class OpenNotebook:
     """One that is open in the page."""
 
-    def __init__(self, lab: Lab, name: str) -> None:
+    def __init__(self, lab: JupyterLab, name: str) -> None:
         self._lab, self.name, self._page = lab, name, lab.page
         self.ready()
 
