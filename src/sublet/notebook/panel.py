@@ -153,8 +153,8 @@ class Panel:
     def _compared(self) -> str:
         """The account beside the ledger's own usage, lease by lease."""
         cells = self._bench.cells
-        ours = theirs = 0
-        going = 0
+        ours = theirs = ended = 0
+        parts = []
         for lease_id in cells.account.leases():
             try:
                 row = self._bench.cells.look(lease_id).lease
@@ -163,12 +163,17 @@ class Panel:
             if row.state is LeaseState.ENDED:
                 ours += cells.account.gpu_us(lease_id)
                 theirs += of_ended(row).gpu_us
+                ended += 1
             else:
-                going += 1
+                parts.append("The lease is still open: its time is counted to its last cell.")
         if ours != theirs:  # cannot be; if it is, nobody should find it out from a bill
             return f"The lines of ended leases are {_seconds(ours)} GPU-s, the ledger says {_seconds(theirs)}: tell us."
-        open_ = " One lease is still open: its time is counted to its last cell." if going else ""
-        return f"The lines of ended leases are the ledger's usage, to the microsecond: {_seconds(theirs)} GPU-s.{open_}"
+        if ended:
+            parts.insert(
+                0,
+                f"The lines of ended leases are the ledger's usage, to the microsecond: {_seconds(theirs)} GPU-s.",
+            )
+        return " ".join(parts)
 
     def history(self) -> None:
         rows = []
