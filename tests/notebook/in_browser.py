@@ -164,6 +164,8 @@ class OpenNotebook:
 @contextlib.contextmanager
 def served(folder: Path, environment: dict[str, str], outside: Outside) -> Iterator[str]:
     """A server of its own, and its address."""
+    import matplotlib
+
     for name, values in _SETTINGS.items():
         path = folder / "settings" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,6 +183,7 @@ def served(folder: Path, environment: dict[str, str], outside: Outside) -> Itera
         "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
         "IPYTHONDIR": str(folder / "ipython"),
+        "MPLCONFIGDIR": matplotlib.get_cachedir(),  # where it has listed this machine's fonts already
         **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"), proxy),
         "NO_PROXY": "127.0.0.1,localhost",
     }

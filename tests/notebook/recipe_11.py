@@ -58,8 +58,13 @@ def notebook_home(folder: Path, devices: str) -> Iterator[Home]:
     """Its workers have torch already: started once, for every notebook of a test file."""
     with pytest.MonkeyPatch.context() as patch:
         made = make_home(folder, f"sqlite:{folder}/home/ledger.db", patch, devices)
-        for name in (patch.setenv, made.environment.__setitem__):
-            name("SUBLET_PRELOAD", "numpy,torch,torch._dynamo,torch.optim")
+        # One thread: on a busy machine those of torch wait for each other, for longer than such a small network takes.
+        for name, value in (
+            ("SUBLET_PRELOAD", "numpy,torch,torch._dynamo,torch.optim"),
+            ("OMP_NUM_THREADS", "1"),
+        ):
+            patch.setenv(name, value)
+            made.environment[name] = value
         yield made
         close_home(made)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from decimal import ROUND_HALF_UP, Decimal
+from importlib.util import find_spec
 from typing import Any
 
 import nbformat
@@ -15,6 +16,7 @@ from sublet.core.lease import EndReason
 from sublet.core.meter import of_ended
 from sublet.ports.ledger import Ledger
 from sublet.wiring import open_ledger
+from tests.conftest import need
 from tests.notebook import recipe_11
 from tests.notebook.recipe_11 import Operator, add_up, facts
 from tests.runtime.conftest import Home
@@ -22,7 +24,8 @@ from tests.runtime.conftest import Home
 
 @pytest.fixture(scope="module")
 def notebooks_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    pytest.importorskip("torch")
+    for module in ("torch", "matplotlib"):
+        need(find_spec(module) is not None, module)
     with recipe_11.notebook_home(tmp_path_factory.mktemp("recipe-11"), "host:1x1GiB") as home:
         yield home
 
