@@ -8,7 +8,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +15,6 @@ from typing import Any
 from sublet.core.errors import CallFailed, SubletError
 from sublet.hosting.pickling import unpack_whole
 from sublet.ports.cell import CellFailure
-
-_SENTENCE = re.compile(r"(?<=[.]) (?=[A-Z])")
 
 
 class Front:
@@ -107,6 +104,6 @@ def rendered(error: BaseException, lines: tuple[str, ...]) -> BaseException:
 def brief(error: SubletError) -> BaseException:
     """An error of ours, without a traceback into our own files: what happened, and what to do."""
     name = type(error).__name__
-    # A sentence a line: a page breaks a long line anywhere, in the middle of a word too.
-    message = _SENTENCE.sub("\n  ", error.message)
+    # What was saved on a line of its own: a page breaks a long line anywhere, in the middle of a word too.
+    message = error.message.replace("to reacquire. ", "to reacquire.\n  ", 1)
     return rendered(error, (f"\x1b[31m{name}\x1b[0m: {message}", f"  → {error.remedy}"))
