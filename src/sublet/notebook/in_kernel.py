@@ -1,0 +1,264 @@
+"""Inside a leased kernel: the class kernel.json tells `ipykernel` to make its kernel of.
+
+Rules of this file:
+- It is an ordinary IPython kernel, except that a cell waits for its GPU before it runs, and that notices are shown where the user looks:
+  under the cell that runs, or the last one that ran.
+- A cell that gets no GPU does not run: what it raises says why, and what to do.
+- What a front end runs behind the user's back (silent), and `%gpu` by itself, take no GPU.
+- Started by something that knows no provisioners, it is a plain kernel in which `%%gpu` works, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ipykernel.ipkernel import IPythonKernel
+
+from sublet import inside, under_lease
+from sublet.core.admission import Wait
+from sublet.core.errors import GpuSessionEnded, Refused, SubletError, error_tree
+from sublet.core.values import format_duration, format_size
+from sublet.drivers.opening import Opening
+from sublet.notebook import kernel_words
+from sublet.notebook.front import Front, brief
+from sublet.notebook.kernel_words import LINK_VARIABLE, MESSAGE_BYTES, WORDS_VARIABLE
+from sublet.notebook.magics import GpuMagics
+from sublet.notebook.waiting import Waiting
+
+#: So long before the end the last words are said: they must reach the screen.
+LAST_WORDS_US = 300_000
+
+UNLEASED = (
+    "This kernel was started without a Jupyter kernel provisioner, so it holds no GPU and cannot lease one as a whole. "
+    "Put %%gpu above the cells that need one."
+)
+
+
+class Link:
+    """This kernel's end of what `kernel_lease.KernelLease` keeps."""
+
+    def __init__(self, sock: socket.socket, say: Any) -> None:
+        self._socket = sock
+        self._say = say
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        self._cells = 0
+        self._counting = threading.Lock()
+        self._number = 0
+        self._notice: dict[str, Any] | None = None
+        self.tenancy: inside.Tenancy | None = None
+        self.tier = ""
+        threading.Thread(target=self._listen, name="sublet-kernel-listens", daemon=True).start()
+
+    # what a cell asks
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            before, self._cells = self._cells, self._cells + change
+            if (before == 0) != (self._cells == 0):
+                self._send(busy=self._cells > 0)
+
+    def need(self, waiting: Waiting) -> SubletError | None:
+        """Waits until there is a lease. What to raise instead of running the cell, or None."""
+        with self._asking:
+            if self.tenancy is not None:
+                return None if self.tenancy.seconds_left > 0 else GpuSessionEnded(self._over())
+            self._number += 1
+            self._send(want=self._number)
+            try:
+                return self._await(self._number, waiting)
+            except KeyboardInterrupt:
+                self._send(leave=self._number)
+                return Refused(
+                    "interrupted while it waited for a GPU; the cell was not run", remedy="run the cell again"
+                )
+            finally:
+                waiting.over()
+
+    def _await(self, number: int, waiting: Waiting) -> SubletError | None:
+        while True:
+            said = self._answers.get()
+            if said.get("waiting") == number:
+                waiting(Wait(position=said["position"], eta_us=said["eta_us"], reason=said["reason"]))
+            elif said.get("refused") == number:
+                return _error(said)
+            elif "granted" in said or "closed" in said:
+                return None if self.tenancy is not None else Refused("the Jupyter server is gone")
+
+    def _over(self) -> str:
+        reason = self._notice["notice"] if self._notice is not None else "it was not renewed in time"
+        return f"GPU session ended ({reason})."
+
+    # what the server says
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv(MESSAGE_BYTES)
+            except OSError:
+                message = b""
+            if not message:
+                self._answers.put({"closed": True})
+                return  # the supervisor ends us
+            said = json.loads(message)
+            if "notice" in said:
+                self._warned(said)
+            else:
+                if "granted" in said:
+                    self._move_in(said)
+                self._answers.put(said)
+
+    def _move_in(self, said: dict[str, Any]) -> None:
+        os.environ.update(said["environment"])
+        self.tenancy = inside.of_run()
+        self.tier = said["tier"]
+        if self.tenancy is not None:
+            inside.move_in(self.tenancy)
+            under_lease.move_in([Opening(**opening) for opening in said["openings"]])
+
+    def _warned(self, said: dict[str, Any]) -> None:
+        self._notice = said
+        seconds = max(0.0, (said["deadline_us"] - _now_us()) / 1e6)
+        self._say(kernel_words.ending(said["notice"], seconds, final=said["final"]))
+        last = threading.Timer(max(0.0, seconds - LAST_WORDS_US / 1e6), self._last_words, (said,))
+        last.daemon = True
+        last.start()
+
+    def _last_words(self, said: dict[str, Any]) -> None:
+        """Unless it was taken back, or a nearer one came."""
+        assert self.tenancy is not None
+        if self._notice is said and self.tenancy.seconds_left <= 2 * LAST_WORDS_US / 1e6:
+            self._say(kernel_words.ended(said["notice"]))
+
+    def _send(self, **said: Any) -> None:
+        with suppress(OSError):
+            self._socket.send(json.dumps(said).encode(), socket.MSG_NOSIGNAL)
+
+
+class LeasedMagics(GpuMagics):
+    """`%gpu` and `%%gpu` where the whole kernel is leased: a cell is run as it is."""
+
+    def _line(self, line: str) -> Any:
+        words = line.split()
+        if words[:1] == ["release"]:
+            print(
+                "This kernel is leased as a whole: its GPU goes back when the kernel is restarted or shut down."
+            )
+            return None
+        if words in ([], ["status"]):
+            print(self.shell.kernel.describe())
+            return None
+        return super()._line(line)
+
+
+class LeasedIPythonKernel(IPythonKernel):
+    shell: Any
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        number = os.environ.pop(LINK_VARIABLE, "")
+        self._words = os.environ.pop(WORDS_VARIABLE, "")
+        self._refusal: BaseException | None = None
+        self.link: Link | None = None
+        if number:
+            os.set_inheritable(int(number), False)  # what a cell starts must not speak for us
+            self.link = Link(socket.socket(fileno=int(number)), self._say)
+            self.gpu_magics = LeasedMagics
+            self.shell.input_transformers_cleanup.append(self._refuse)
+        elif not os.environ.get("SUBLET_DISABLE"):
+            self._words = UNLEASED
+
+    async def do_execute(
+        self,
+        code: str,
+        silent: bool,
+        store_history: bool = True,
+        user_expressions: Any = None,
+        allow_stdin: bool = False,
+        *,
+        cell_meta: Any = None,
+        cell_id: Any = None,
+    ) -> Any:
+        async def run() -> Any:
+            return await super(LeasedIPythonKernel, self).do_execute(  # type: ignore[no-untyped-call]
+                code,
+                silent,
+                store_history,
+                user_expressions,
+                allow_stdin,
+                cell_meta=cell_meta,
+                cell_id=cell_id,
+            )
+
+        if self._words and not silent:
+            words, self._words = self._words, ""
+            self._say(words)
+        if self.link is None:
+            return await run()
+        with self.link.working():
+            if not silent and _needs_gpu(code):
+                error = self.link.need(Waiting(Front(self.shell)))
+                self._refusal = brief(error) if error is not None else None
+            try:
+                return await run()
+            finally:
+                self._refusal = None
+
+    def _refuse(self, lines: list[str]) -> list[str]:
+        """An input transformer: what one raises is shown as the cell's error, and the cell does not run."""
+        if self._refusal is not None:
+            raise self._refusal
+        return lines
+
+    def _say(self, text: str) -> None:
+        """Under the running cell, or the last one. The kernel's own stream: a cell may have put another in its place."""
+        stream = sys.stderr
+        stream.write(f"{text}\n")
+        stream.flush()
+
+    def describe(self) -> str:
+        assert self.link is not None
+        tenancy = self.link.tenancy
+        if tenancy is None:
+            return "This kernel is leased as a whole: it takes its GPU when the first cell is run."
+        lease = under_lease.lease()
+        left = format_duration(int(lease.seconds_left * 1e6))
+        return (
+            f"This kernel is leased as a whole: {format_size(lease.vram_bytes)} on {', '.join(lease.devices)} "
+            f"(lease {lease.id}, {self.link.tier}). Without a running cell it ends in {left}, and the kernel with it."
+        )
+
+
+def _needs_gpu(code: str) -> bool:
+    text = code.strip()
+    alone = text.startswith(("%gpu", "%load_ext", "%reload_ext")) and "\n" not in text
+    return bool(text) and not alone
+
+
+def _error(said: dict[str, Any]) -> SubletError:
+    kind = next((cls for cls in error_tree() if cls.code == said["code"]), SubletError)
+    try:
+        return kind(said["message"], remedy=said["remedy"])
+    except TypeError:
+        return SubletError(said["message"], remedy=said["remedy"])
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000
