@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from ipykernel.ipkernel import IPythonKernel
 
 from sublet import inside, under_lease
 from sublet.core.admission import Wait
-from sublet.core.errors import GpuSessionEnded, Refused, SubletError, error_tree
+from sublet.core.errors import GpuSessionEnded, LeaseLost, Refused, SubletError, error_tree
 from sublet.core.values import format_duration, format_size
 from sublet.drivers.opening import Opening
 from sublet.notebook import kernel_words
@@ -40,6 +41,11 @@ LAST_WORDS_US = 300_000
 UNLEASED = (
     "This kernel was started without a Jupyter kernel provisioner, so it holds no GPU and cannot lease one as a whole. "
     "Put %%gpu above the cells that need one."
+)
+
+
+_UNREADABLE = (
+    "the lease cannot be used: its Jupyter server is gone, or the files it was handed over in cannot be read"
 )
 
 
@@ -100,7 +106,7 @@ class Link:
             elif said.get("refused") == number:
                 return _error(said)
             elif "granted" in said or "closed" in said:
-                return None if self.tenancy is not None else Refused("the Jupyter server is gone")
+                return None if self.tenancy is not None else LeaseLost(_UNREADABLE)
 
     def _over(self) -> str:
         reason = self._notice["notice"] if self._notice is not None else "it was not renewed in time"
@@ -143,8 +149,7 @@ class Link:
 
     def _last_words(self, said: dict[str, Any]) -> None:
         """Unless it was taken back, or a nearer one came."""
-        assert self.tenancy is not None
-        if self._notice is said and self.tenancy.seconds_left <= 2 * LAST_WORDS_US / 1e6:
+        if self._notice is said and self.tenancy and self.tenancy.seconds_left <= 2 * LAST_WORDS_US / 1e6:
             self._say(kernel_words.ended(said["notice"]))
 
     def _send(self, **said: Any) -> None:
@@ -173,9 +178,10 @@ class LeasedIPythonKernel(IPythonKernel):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        self._stderr = sys.stderr
         number = os.environ.pop(LINK_VARIABLE, "")
         self._words = os.environ.pop(WORDS_VARIABLE, "")
-        self._refusal: BaseException | None = None
+        self._refusal: ContextVar[BaseException | None] = ContextVar("refusal", default=None)
         self.link: Link | None = None
         if number:
             os.set_inheritable(int(number), False)  # what a cell starts must not speak for us
@@ -215,23 +221,24 @@ class LeasedIPythonKernel(IPythonKernel):
         with self.link.working():
             if not silent and _needs_gpu(code):
                 error = self.link.need(Waiting(Front(self.shell)))
-                self._refusal = brief(error) if error is not None else None
+                if error is not None:
+                    self._refusal.set(brief(error))
             try:
                 return await run()
             finally:
-                self._refusal = None
+                self._refusal.set(None)
 
     def _refuse(self, lines: list[str]) -> list[str]:
         """An input transformer: what one raises is shown as the cell's error, and the cell does not run."""
-        if self._refusal is not None:
-            raise self._refusal
+        refusal = self._refusal.get()
+        if refusal is not None:
+            raise refusal
         return lines
 
     def _say(self, text: str) -> None:
-        """Under the running cell, or the last one. The kernel's own stream: a cell may have put another in its place."""
-        stream = sys.stderr
-        stream.write(f"{text}\n")
-        stream.flush()
+        """Under the running cell, or the last one. To the kernel's own stream: a cell may have put another in its place."""
+        self._stderr.write(f"{text}\n")
+        self._stderr.flush()
 
     def describe(self) -> str:
         assert self.link is not None

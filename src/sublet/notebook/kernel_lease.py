@@ -29,13 +29,16 @@ from sublet.core.admission import Wait
 from sublet.core.errors import BadInput, SubletError
 from sublet.core.lease import EndReason, Holder, LeaseState, Request
 from sublet.core.notice import Notice
+from sublet.core.values import parse_duration
 from sublet.notebook import kernel_words
 from sublet.ports.command import Command, Left
 from sublet.ports.worker import Call, Screen
+from sublet.running import DEFAULT_GRACE
 from sublet.runs import RunFolder
+from sublet.runtime.alarms import Alarms
 from sublet.runtime.holding import WATCHDOG_US, Lease
 from sublet.settings import Settings
-from sublet.wiring import CLOCK, ensure_warden, open_ledger, opening_of
+from sublet.wiring import CLOCK, ensure_warden, notice_sources, open_ledger, opening_of
 
 #: Behind the socket and the pipe: how often the kernel is looked at anyway.
 LOOK_MS = 1000
@@ -95,6 +98,44 @@ class _Holder:
             self._command.end(why)
 
 
+class _Machine:
+    """Warnings that are not of a lease: the cloud, the scheduler, a time limit. Watched once per server, for all its kernels."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._alarms: Alarms | None = None
+        self._kernels: set[KernelLease] = set()
+
+    def tell(self, kernel: KernelLease, settings: Settings) -> None:
+        with self._lock:
+            self._kernels.add(kernel)
+            if self._alarms is not None:
+                return
+            grace_us = parse_duration(DEFAULT_GRACE)
+            # No signals: those sent to the server are the server's.
+            self._alarms = Alarms(
+                CLOCK, notice_sources(settings, grace_us=grace_us), grace_us=grace_us, signals=()
+            )
+        self._alarms.__enter__()
+        self._alarms.on_notice(self._heard)
+
+    def forget(self, kernel: KernelLease) -> None:
+        with self._lock:
+            self._kernels.discard(kernel)
+
+    def notice(self) -> Notice | None:
+        return self._alarms.notice if self._alarms is not None else None
+
+    def _heard(self, notice: Notice) -> None:
+        with self._lock:
+            kernels = list(self._kernels)
+        for kernel in kernels:
+            kernel.warn(notice)
+
+
+machine = _Machine()
+
+
 class KernelLease:
     def __init__(
         self,
@@ -115,6 +156,7 @@ class KernelLease:
         self._link = link
         self._log = log
         self._lease: Lease | None = None
+        self._granted: dict[str, Any] = {}  # what the kernel was told of its lease
         self._wanted = 0  # the number of the request a cell waits for
         self._busy = False
         self._asked = False  # to end it
@@ -125,6 +167,7 @@ class KernelLease:
         for fd in (link.fileno(), command.fileno(), self._woken):
             self._poller.register(fd, select.POLLIN)
         self._gone = threading.Event()
+        self._closing = threading.Lock()
         self.words = ""  # for the next kernel: why this one is no more, when nobody asked for that
         self._thread = threading.Thread(target=self._serve, name="sublet-kernel", daemon=True)
 
@@ -144,9 +187,10 @@ class KernelLease:
 
     def signal(self, number: int) -> None:
         """To the kernel and the processes it started in its own group, as an interrupt from a terminal would."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pid_fd, 0)  # its number may be somebody else's by now
-            os.killpg(self._pid, number)
+        with self._closing, contextlib.suppress(ProcessLookupError):
+            if not self._gone.is_set():
+                signal.pidfd_send_signal(self._pid_fd, 0)  # its number may be somebody else's by now
+                os.killpg(self._pid, number)
 
     def expect_end(self) -> None:
         """Somebody asked the kernel to leave: that it does is nothing to explain."""
@@ -155,8 +199,9 @@ class KernelLease:
     def end(self, seconds: float) -> None:
         """Give the GPU back and end everything of the kernel. Returns when that is done, or took too long."""
         self._asked = self._expected = True
-        with contextlib.suppress(OSError):
-            os.write(self._wake, b"!")
+        with self._closing:
+            if not self._gone.is_set():
+                os.write(self._wake, b"!")
         self._gone.wait(seconds)
 
     # the kernel's own thread
@@ -176,6 +221,7 @@ class KernelLease:
         with contextlib.suppress(SubletError, OSError):
             open_ledger(self._settings)
             ensure_warden(self._settings, wait=False)
+            machine.tell(self, self._settings)
 
     def _hear(self, pause_ms: int) -> None:
         for fd, _ in self._poller.poll(pause_ms):
@@ -195,6 +241,7 @@ class KernelLease:
             message = b""
         if not message:
             self._poller.unregister(self._link.fileno())
+            self._work(False)  # on its way out; or a cell closed it, and nobody will ever say that it works
             return
         said = json.loads(message)
         if "busy" in said:
@@ -225,6 +272,7 @@ class KernelLease:
             if self._lease is None:
                 self._take(number)
             self._wanted = 0
+            self._say(granted=number, **self._granted)
         except NotWanted:
             pass
         except SubletError as e:
@@ -269,20 +317,29 @@ class KernelLease:
         if self._busy:
             lease._work_began()
         self._lease = lease
-        lease.on_notice(self._warn)
+        lease.on_notice(self.warn)
+        said = machine.notice()
+        if said is not None:
+            self.warn(said)
         self._log.info("kernel %s holds lease %s on %s", self._folder.id, lease.id, ", ".join(lease.devices))
-        self._say(
-            granted=number, environment=holder.environment, openings=openings, tier=self._request.tier.value
-        )
+        self._granted = {
+            "environment": holder.environment,
+            "openings": openings,
+            "tier": self._request.tier.value,
+        }
 
     def _move_in(self, lease: Lease, _: object) -> Mapping[str, str]:
         self._folder.withdraw_notice()
         self._folder.write_key(lease.key, self._command.holder.pid, self._command.holder.started)
         return {}
 
-    def _warn(self, notice: Notice) -> None:
-        """Called from a thread of the keeper's."""
-        final = notice.source == "lease"  # what the keeper says it may take back
+    def warn(self, notice: Notice) -> None:
+        """Called from a thread of the keeper's, or of who watches the machine."""
+        if self._lease is None:
+            return  # it will be told when it has something to lose
+        final = (
+            notice.source != "keeper"
+        )  # which takes it back when there is work, or the ledger answers again
         now = CLOCK.monotonic_us()
         if final:
             self._command.warn()
@@ -298,22 +355,30 @@ class KernelLease:
     # the end
 
     def _finish(self) -> None:
-        try:
+        with contextlib.ExitStack() as last:
+            # Backwards: each is done whatever became of the one before it.
+            last.callback(self._close)
+            last.callback(shutil.rmtree, self._folder.path, ignore_errors=True)
+            last.callback(self._end_command)
+            machine.forget(self)
             if not self._expected:
                 self.words = self._why(self._left)
+                if self.words:
+                    self._log.warning("kernel %s: %s", self._folder.id, self.words)
             if self._lease is not None:
                 with contextlib.suppress(SubletError):
                     self._lease.release()
-            self._command.end("the kernel is not wanted any more")
-            self._left = self._left or self._command.left()
-            if self.words:
-                self._log.warning("kernel %s: %s", self._folder.id, self.words)
-            shutil.rmtree(self._folder.path, ignore_errors=True)
-        finally:
-            self._link.close()
-            for fd in (self._woken, self._pid_fd):
-                os.close(fd)
+
+    def _end_command(self) -> None:
+        self._command.end("the kernel is not wanted any more")
+        self._left = self._left or self._command.left()
+
+    def _close(self) -> None:
+        with self._closing:
             self._gone.set()
+            self._link.close()
+            for fd in (self._woken, self._wake, self._pid_fd):
+                os.close(fd)
 
     def _why(self, left: Left | None) -> str:
         lease, code = self._lease, left.code if left is not None else None

@@ -11,6 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -102,8 +103,12 @@ class LeasedKernel(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
         if self._request is None:
             return await super().launch_kernel(cmd, **kwargs)
-        loop = asyncio.get_running_loop()
-        self._kernel = await loop.run_in_executor(None, lambda: self._start(cmd, kwargs))
+        started = asyncio.get_running_loop().run_in_executor(None, lambda: self._start(cmd, kwargs))
+        try:
+            self._kernel = await asyncio.shield(started)
+        except asyncio.CancelledError:
+            started.add_done_callback(_not_wanted)
+            raise
         self.cwd = kwargs.get("cwd") or Path.cwd()
         return self.connection_info
 
@@ -133,7 +138,9 @@ class LeasedKernel(LocalProvisioner):
         }
         ours, theirs = pair()
         streams = {name: options[name] for name in ("stdout", "stderr") if options.get(name) is not None}
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, folder.path, ignore_errors=True)
+            undo.callback(ours.close)
             with theirs:
                 command: Any = start_command(
                     settings,
@@ -145,15 +152,13 @@ class LeasedKernel(LocalProvisioner):
                     links={LINK_VARIABLE: theirs.fileno()},
                     streams={"stdin": subprocess.DEVNULL, **streams},
                 )
-                self.pid = self.pgid = command.command_pid
+                undo.callback(command.end, "its kernel could not be started")
                 kernel = KernelLease(
                     settings, request.request, folder, command, command.command_pid, ours, self.log
                 )
                 kernel.begin(environment)
-        except BaseException:
-            ours.close()
-            shutil.rmtree(folder.path, ignore_errors=True)
-            raise
+            undo.pop_all()
+        self.pid = self.pgid = command.command_pid
         self._last_words = ""
         return kernel
 
@@ -207,6 +212,12 @@ class LeasedKernel(LocalProvisioner):
             await self._end()
             self._kernel = None
         await super().cleanup(restart=restart)
+
+
+def _not_wanted(started: asyncio.Future[KernelLease]) -> None:
+    """It was started for nobody."""
+    if not started.cancelled() and started.exception() is None:
+        started.result().end(0)
 
 
 def _settings_for(environment: Mapping[str, str]) -> Settings:
