@@ -142,8 +142,10 @@ class Link:
     def _warned(self, said: dict[str, Any]) -> None:
         self._notice = said
         seconds = max(0.0, (said["deadline_us"] - _now_us()) / 1e6)
-        self._say(kernel_words.ending(said["notice"], seconds, final=said["final"]))
-        last = threading.Timer(max(0.0, seconds - LAST_WORDS_US / 1e6), self._last_words, (said,))
+        ahead = seconds - LAST_WORDS_US / 1e6
+        if ahead > 0:
+            self._say(kernel_words.ending(said["notice"], seconds, final=said["final"]))
+        last = threading.Timer(max(0.0, ahead), self._last_words, (said,))
         last.daemon = True
         last.start()
 

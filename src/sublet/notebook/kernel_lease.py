@@ -42,6 +42,8 @@ from sublet.wiring import CLOCK, ensure_warden, notice_sources, open_ledger, ope
 
 #: Behind the socket and the pipe: how often the kernel is looked at anyway.
 LOOK_MS = 1000
+#: A warning whose deadline came nearer by less is not worth another line.
+AGAIN_US = 500_000
 
 
 class NotWanted(Exception):
@@ -139,6 +141,7 @@ machine = _Machine()
 class KernelLease:
     def __init__(
         self,
+        name: str,
         settings: Settings,
         request: Request,
         folder: RunFolder,
@@ -147,6 +150,7 @@ class KernelLease:
         link: socket.socket,
         log: logging.Logger | logging.LoggerAdapter[Any],
     ) -> None:
+        self._name = name  # as the server's log calls it
         self._settings = settings
         self._request = request
         self._folder = folder
@@ -158,6 +162,7 @@ class KernelLease:
         self._lease: Lease | None = None
         self._granted: dict[str, Any] = {}  # what the kernel was told of its lease
         self._wanted = 0  # the number of the request a cell waits for
+        self._told: Notice | None = None
         self._busy = False
         self._asked = False  # to end it
         self._expected = False  # that it ends by itself
@@ -283,7 +288,7 @@ class KernelLease:
 
     def _refuse(self, number: int, error: SubletError) -> None:
         self._wanted = 0
-        self._log.warning("no GPU for kernel %s: %s", self._folder.id, error.message)
+        self._log.warning("no GPU for kernel %s: %s", self._name, error.message)
         self._say(refused=number, code=error.code, message=error.message, remedy=error.remedy)
 
     def _take(self, number: int) -> None:
@@ -321,7 +326,7 @@ class KernelLease:
         said = machine.notice()
         if said is not None:
             self.warn(said)
-        self._log.info("kernel %s holds lease %s on %s", self._folder.id, lease.id, ", ".join(lease.devices))
+        self._log.info("kernel %s holds lease %s on %s", self._name, lease.id, ", ".join(lease.devices))
         self._granted = {
             "environment": holder.environment,
             "openings": openings,
@@ -348,7 +353,7 @@ class KernelLease:
         self._say(notice=notice.reason, deadline_us=notice.deadline_us, final=final)
         self._log.warning(
             "kernel %s: %s",
-            self._folder.id,
+            self._name,
             kernel_words.ending(notice.reason, notice.seconds_left(now), final=final),
         )
 
@@ -364,7 +369,7 @@ class KernelLease:
             if not self._expected:
                 self.words = self._why(self._left)
                 if self.words:
-                    self._log.warning("kernel %s: %s", self._folder.id, self.words)
+                    self._log.warning("kernel %s: %s", self._name, self.words)
             if self._lease is not None:
                 with contextlib.suppress(SubletError):
                     self._lease.release()

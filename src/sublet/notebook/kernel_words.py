@@ -23,7 +23,8 @@ def ending(reason: str, seconds: float, *, final: bool) -> str:
     said = f"GPU session ends in {math.ceil(seconds)} s ({reason})."
     if final:
         return f"{said} This kernel ends with it: save what you need now."
-    return f"{said} This kernel ends with it, unless a cell is run before that."
+    unless = "a cell is run" if reason.startswith("idle") else "it can be renewed"
+    return f"{said} This kernel ends with it, unless {unless} before that."
 
 
 def ended(reason: str) -> str:

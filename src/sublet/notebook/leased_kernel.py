@@ -154,7 +154,14 @@ class LeasedKernel(LocalProvisioner):
                 )
                 undo.callback(command.end, "its kernel could not be started")
                 kernel = KernelLease(
-                    settings, request.request, folder, command, command.command_pid, ours, self.log
+                    self.kernel_id,
+                    settings,
+                    request.request,
+                    folder,
+                    command,
+                    command.command_pid,
+                    ours,
+                    self.log,
                 )
                 kernel.begin(environment)
             undo.pop_all()
