@@ -6,14 +6,12 @@ import csv
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from decimal import Decimal, InvalidOperation
 
 import click
 
 from sublet.cli.output import json_option, print_json, print_table
-from sublet.core.errors import BadInput
 from sublet.core.goodput import MICRO, REFUND_RULE, Account, Stretch, accounts, day_of, stretches
-from sublet.core.values import DAY_US, format_duration
+from sublet.core.values import DAY_US, format_duration, parse_price
 from sublet.settings import load_settings
 from sublet.wiring import open_ledger
 
@@ -35,7 +33,11 @@ GROUPS: dict[str, Callable[[Stretch], str]] = {
 @click.option("--days", type=click.IntRange(1, 3650), default=7, show_default=True, help="How far back.")
 @click.option("--job", default="", help="Only this job's leases.")
 @click.option("--tenant", default="", help="Only this tenant's.")
-@click.option("--price", default="", help="Of one GPU-hour, in your currency: adds the cost, less refunds.")
+@click.option(
+    "--price",
+    default="",
+    help="Of one GPU-hour, in your currency: adds the cost, less refunds. Default: SUBLET_PRICE.",
+)
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, times in microseconds.")
 @json_option
 def report(by: str, days: int, job: str, tenant: str, price: str, as_csv: bool, as_json: bool) -> None:
@@ -45,8 +47,10 @@ def report(by: str, days: int, job: str, tenant: str, price: str, as_csv: bool, 
     restoring and saving; WASTED is the time after the last commit of a lease that was lost; OPEN is not decided yet: the
     lease is held, and its last commit is past. Jobs that commit no steps have no goodput ('-').
     """
-    price_micro = _price(price)
-    ledger = open_ledger(load_settings())
+    settings = load_settings()
+    price = price or settings["price"]
+    price_micro = parse_price(price, what="the price") if price else None
+    ledger = open_ledger(settings)
     since = max(0, ledger.now() - days * DAY_US)
     found = ledger.held(tenant=tenant, job=job, since=since)
     rows, total = accounts(
@@ -66,18 +70,6 @@ def report(by: str, days: int, job: str, tenant: str, price: str, as_csv: bool, 
         _print_csv(by, rows, price_micro)
     else:
         _print(by, rows, total, price_micro, days)
-
-
-def _price(text: str) -> int | None:
-    if not text:
-        return None
-    try:
-        price = Decimal(text)
-    except InvalidOperation:
-        price = Decimal(-1)
-    if not price.is_finite() or not 0 <= price <= 1_000_000:
-        raise BadInput(f"--price {text[:40]!r} is not a price: write for example 2.50")
-    return int(price * MICRO)
 
 
 def _percent(part: int, whole: int) -> str:

@@ -105,6 +105,9 @@ class Account:
         self._write(rest)
         return rest
 
+    def leases(self) -> tuple[str, ...]:
+        return tuple(self._leases)
+
     def lines(self, lease_id: str | None = None) -> tuple[Line, ...]:
         return tuple(line for line in self._lines if lease_id in (None, line.lease_id))
 

@@ -179,9 +179,10 @@ class WorkerLost(LeaseLost):
     code = "worker_lost"
     remedy = "call again: a new lease and a new worker are taken; the function must not mind having been begun before"
 
-    def __init__(self, message: str = "", *, begun: bool = True, remedy: str = "") -> None:
+    def __init__(self, message: str = "", *, begun: bool = True, reason: str = "", remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.begun = begun  # False: the call never reached the worker, so repeating it is safe
+        self.reason = reason or message  # what ended it, without what follows from it
 
 
 class GpuSessionEnded(LeaseLost):

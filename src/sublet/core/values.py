@@ -132,6 +132,17 @@ def parse_size_range(text: str | int, *, what: str = "size") -> SizeRange:
     return SizeRange(size, size)
 
 
+_PRICE = re.compile(r"(\d{1,7})(?:\.(\d{1,6}))?")
+
+
+def parse_price(text: str, *, what: str = "price") -> int:
+    """What a GPU-hour costs, such as '2.50', in millionths."""
+    found = _PRICE.fullmatch(text.strip())
+    if found is None or not text.isascii():
+        raise BadInput(f"{what} {_shown(text)} is not a price: write for example 2.50")
+    return _scaled(found[1], found[2], 1_000_000)
+
+
 def format_duration(us: int) -> str:
     """Short and readable: '350ms', '4.2s', '12m05s', '3h07m', '2d04h'."""
     if us < 0:

@@ -48,11 +48,13 @@ class WorkerHas:
         sent: dict[str, _Known] = {}
         forget: list[str] = []
         met: list[FunctionType] = []
+        files: set[str] = set()
         queue = sorted((name for name in names if is_users(name)), reverse=True)
         seen: set[str] = set()
         while queue or met:
             if not queue:
                 queue = sorted(self._read_by(met, seen), reverse=True)
+                files.update(function.__code__.co_filename for function in met)
                 met.clear()
                 continue
             name = queue.pop()
@@ -71,7 +73,9 @@ class WorkerHas:
                 sent[name] = now
         parts = pack(travelling)
         watch = tuple(sorted(name for name in seen if name in space and not _is_fixed(space[name])))
-        return Luggage(values=packed(parts), forget=tuple(forget), watch=watch, sent=sent)
+        return Luggage(
+            values=packed(parts), forget=tuple(forget), watch=watch, files=frozenset(files), sent=sent
+        )
 
     def _look(self, name: str, value: Any, known: _Known | None, met: list[FunctionType]) -> _Known:
         if type(value) in _ATOMS:

@@ -102,8 +102,8 @@ class LocalWorkers:
             return LocalWorker(self._ask, self._host)
 
     def warm(self) -> None:
-        """Start the zygote if there is none, and wait until it serves."""
-        self._connect().close()
+        """Start the zygote if there is none, and wait until it serves. Behind somebody's back: nothing is said."""
+        self._connect(explain=False).close()
 
     def _ask(self, fds: list[int]) -> None:
         with self._connect() as sock:
@@ -112,10 +112,9 @@ class LocalWorkers:
             except ConnectionError as e:
                 raise NotServed("the zygote left") from e
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, *, explain: bool = True) -> socket.socket:
         began = time.monotonic()
         spawned = 0
-        explained = False
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -134,10 +133,10 @@ class LocalWorkers:
             waited = time.monotonic() - began
             if waited > START_SECONDS:
                 raise Misconfigured("the zygote did not become ready", remedy=f"see {self._log}")
-            if waited > EXPLAIN_AFTER_SECONDS and not explained and sys.stderr is not None:
-                explained = True
+            if waited > EXPLAIN_AFTER_SECONDS and explain and sys.stderr is not None:
+                explain = False
                 if sys.stderr.isatty():
-                    print(f"sublet: warming up workers ({self._preload}), once …", file=sys.stderr)
+                    print("sublet: warming up workers, once …", file=sys.stderr)
             time.sleep(0.01)
 
     def _starting(self) -> bool:

@@ -109,14 +109,14 @@ class SqlLedger(ItemVerbs):
             lambda tx: leases.release(tx, lease_id, secret, torn_down), durable=False, patience_us=patience_us
         )
 
-    def look(self, lease_id: str) -> Answer:
+    def look(self, lease_id: str, *, patience_us: int | None = None) -> Answer:
         def read(tx: Tx) -> Answer | SubletError:
             row = tx.row(f"{SELECT_LEASE} WHERE id = ?", lease_id)
             if row is None:
                 return unknown(lease_id)
             return Answer(lease=lease_of(row), at=tx.now)
 
-        return raised(self.engine.read(read))
+        return raised(self.engine.read(read, patience_us=patience_us))
 
     # leases, by wardens, operators and listings
 

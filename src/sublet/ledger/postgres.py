@@ -291,13 +291,13 @@ class PostgresEngine:
             self.ring(tx.rings)
         return result
 
-    def read(self, work: Callable[[Tx], T]) -> T:
+    def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T:
         def run(connection: psycopg.Connection[Row]) -> T:
             with connection.transaction():
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
                 return work(PostgresTx(connection, writing=False))
 
-        return self.attempt(False, run, None)
+        return self.attempt(False, run, patience_us)
 
     def call(
         self, sql: str, params: Sequence[object], *, durable: bool, patience_us: int | None = None

@@ -374,7 +374,7 @@ class SqliteEngine:
             job.error = _translation(e) or e
         execute("RELEASE job")
 
-    def read(self, work: Callable[[Tx], T]) -> T:
+    def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T:
         connection = self.connection()
         with _translated:
             connection.db.execute("BEGIN")

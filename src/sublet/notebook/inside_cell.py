@@ -24,6 +24,7 @@ from sublet.hosting import worker
 from sublet.hosting.marks import mark, packed, unpacked
 from sublet.hosting.pickling import main_globals, pack, pack_whole, unpack, unpack_whole
 from sublet.hosting.shipping import UNSENDABLE
+from sublet.notebook.cell_source import take_texts
 from sublet.notebook.worker_shell import CellShell, shell
 from sublet.ports.cell import (
     RESULT,
@@ -150,7 +151,8 @@ def run(order: CellOrder) -> CellReport:
 
 def _execute(here: CellShell, order: CellOrder) -> BaseException | None:
     here.execution_count = order.count
-    here.compile.header = order.header  # type: ignore[attr-defined]
+    take_texts(here.compile, order.texts)
+    here.compile.begin(order.name, order.header)  # type: ignore[attr-defined]
     done = here.run_cell(order.source)
     error: BaseException | None = done.error_before_exec or done.error_in_exec
     return error

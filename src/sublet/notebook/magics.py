@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import partial
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -16,11 +17,12 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 
 from sublet.core.cell import names_of
 from sublet.core.errors import SubletError
+from sublet.notebook.cell_source import commented, enter, texts_of
 from sublet.notebook.front import Front, brief, cell_error, rendered, syntax_error
 from sublet.notebook.options import CELL_HELP, LINE_HELP, BadOption, parse_cell, parse_line
 from sublet.notebook.panel import Panel
 from sublet.notebook.workbench import Workbench
-from sublet.runtime.cell import Ran, Source, Wish
+from sublet.runtime.cell import Ran, Source
 
 _MISSING_NAME = re.compile(r"name '(\w+)' is not defined")
 
@@ -66,34 +68,38 @@ class GpuMagics(Magics):
         source = self._source(line, cell)
         if not isinstance(source, Source):
             return source
-        return self._show(wish, self.bench.run(wish, source, self.shell.user_ns))
+        return self._show(self.bench.run(wish, source, self.shell.user_ns))
 
     def _source(self, line: str, cell: str) -> Source | BaseException:
-        # One line for the magic, so that a traceback names the notebook's own lines.
         header = f"%%gpu {line}".rstrip()
-        body = f"#{header}\n{cell}"
+        # One line for the magic, so that a traceback names the notebook's own lines. A magic of the whole cell must be its first.
+        nested = cell.lstrip().startswith("%%")
+        body = cell.lstrip() if nested else f"{commented(header)}\n{cell}"
         count = len(self.shell.user_ns.get("In", [""])) - 1
         python = self.shell.transform_cell(body)
+        name = enter(self.shell.compile, python, body, header, count)
         try:
             names = names_of(python)
         except SyntaxError as e:
-            e.filename = self.shell.compile.cache(python, count)
+            e.filename = name
             lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, e, None)
             return syntax_error(str(e.msg), tuple(lines))
         return Source(
             body=body,
             header=header,
+            name=name,
+            texts=partial(texts_of, self.shell.compile),
             count=count,
             reads=names.reads,
             front=self.front.kind,
             colors=str(self.shell.colors),
         )
 
-    def _show(self, wish: Wish, ran: Ran) -> BaseException | None:
+    def _show(self, ran: Ran) -> BaseException | None:
         report = ran.report
         if report is not None and report.result and ran.error is None:
             self.front.remember_result(ran.result)
-        self.panel.under_cell(wish, ran)
+        self.panel.under_cell(ran)
         if report is not None and report.failure is not None:
             failure = report.failure
             error = cell_error(failure)

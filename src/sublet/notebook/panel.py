@@ -1,51 +1,270 @@
-"""What a notebook shows of its GPU: the line under a cell, and the panel.
+"""What a notebook shows of its GPU: the line under a cell, the panel, what it cost, what it may use.
 
 Rules of this file:
-- Every figure is the ledger's. Nothing here decides anything.
+- Every figure is the ledger's, or adds up to the ledger's. Nothing here decides anything.
+- The panel that was drawn last is drawn anew when something changes: a cell ran, the GPU was warned, lost or given back.
 """
 
 from __future__ import annotations
 
-import html
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping
 
-from sublet.core.values import format_size
+from sublet.core.cell_account import Line
+from sublet.core.errors import SubletError
+from sublet.core.lease import LeaseState
+from sublet.core.meter import of_ended
+from sublet.core.tenancy import used_now
+from sublet.core.values import format_duration, format_size, parse_price
+from sublet.notebook.drawing import Drawn, countdown, fields, line, table, title
 from sublet.notebook.front import Front
 from sublet.notebook.workbench import Workbench
-from sublet.runtime.cell import Ran, Wish
+from sublet.runtime.cell import Ran
+from sublet.runtime.cell_keep import Kept
 from sublet.runtime.holding import Lease
+
+_MICRO = 1_000_000
 
 
 class Panel:
     def __init__(self, front: Front, bench: Workbench) -> None:
         self._front, self._bench = front, bench
+        self._id = ""
+        bench.cells.on_change = self.draw_anew
 
-    def under_cell(self, wish: Wish, ran: Ran) -> None:
-        if ran.line is None:
-            return
-        line = ran.line
+    # under a cell
+
+    def under_cell(self, ran: Ran) -> None:
+        if ran.line is not None:
+            self._say(line(self._figures(ran.line, ran.before)))
+        if ran.stayed:
+            self._say(line(_stayed(ran.stayed)))
+
+    def _figures(self, cell: Line, before: str) -> str:
         parts = [
-            line.device,
-            format_size(line.vram_bytes),
-            f"{line.gpu_us / 1e6:.3f} GPU-s",
-            f"{line.launches} launches",
+            cell.device,
+            format_size(cell.vram_bytes),
+            f"{_seconds(cell.gpu_us)} GPU-s{_warm(cell)}",
+            f"{cell.launches} launches" if cell.launches != 1 else "1 launch",
         ]
-        if line.checkpoint_bytes:
-            parts.append(f"saved {format_size(line.checkpoint_bytes)}")
-        self._say(" · ".join(parts))
+        if cell.checkpoint_bytes:
+            parts.append(f"saved {format_size(cell.checkpoint_bytes)}")
+        price = self._price()
+        if price is not None:
+            account = self._bench.cells.account
+            parts.append(
+                "price " + _money(dict(zip(account.lines(), account.prices(price), strict=True))[cell])
+            )
+        if before:
+            parts.append(f"a new session: the last one ended ({before})")
+        return " · ".join(parts)
 
-    def released(self, lease: Lease | None) -> None:
-        self._say("GPU given back." if lease is not None else "There was no GPU to give back.")
-
-    def restored(self, names: tuple[str, ...]) -> None:
-        self._say(f"Restored: {', '.join(names)}")
+    # %gpu
 
     def status(self) -> None:
-        self._say(repr(self._bench.cells.lease))
-
-    def _say(self, text: str) -> None:
+        """The live one."""
         if self._front.kind == "terminal":
-            self._front.text("stdout", f"{text}\n")
+            self._say(self._status())
             return
-        self._front.publish(
-            {"text/plain": text, "text/html": f"<small style='opacity:.7'>{html.escape(text)}</small>"}
+        self._id = f"sublet-panel-{secrets.token_hex(4)}"
+        self._front.publish(self._status().data, transient={"display_id": self._id})
+
+    def draw_anew(self) -> None:
+        if self._id:
+            with contextlib.suppress(
+                Exception
+            ):  # from any thread, at any moment: a panel is not worth an error
+                self._front.publish(self._status().data, transient={"display_id": self._id}, update=True)
+
+    def _status(self) -> Drawn:
+        if self._bench.plainly():
+            return line(
+                "This process has its GPU already, or SUBLET_DISABLE is set: %%gpu cells run here, plainly."
+            )
+        cells = self._bench.cells
+        lease = cells.lease
+        if lease is None or lease.status == "ended":
+            drawn = title("No GPU is leased") + line("The next %%gpu cell takes one.")
+        else:
+            drawn = self._held(lease)
+        about = []
+        if cells.kept.last is not None:
+            about.append(("kept", _kept(cells.kept.last, cells.kept.job)))
+        if cells.only_there:
+            about.append(("only in the worker", ", ".join(cells.only_there)))
+        spent = cells.account.gpu_us()
+        if spent:
+            about.append(("so far", f"{_seconds(spent)} GPU-s{self._priced(spent)}"))
+        return drawn + fields(about) if about else drawn
+
+    def _held(self, lease: Lease) -> Drawn:
+        where = f"{format_size(lease.vram_bytes)} on {', '.join(lease.devices)}"
+        if lease.status == "revoking" and lease.notice is not None:
+            head = title(f"{where}: going away ({lease.notice.reason})")
+        else:
+            head = title(f"{where}: {'computing' if lease._busy() else 'warm'}")
+        drawn = head + countdown(lease.seconds_left, lease.ttl_us / _MICRO)
+        renewed = "renewed while a cell computes" if lease.status == "active" else "not renewed any more"
+        return drawn + line(f"lease {lease.id}, tenant {lease.tenant}, {renewed}")
+
+    def cost(self) -> None:
+        cells = self._bench.cells
+        cells.settle_account()
+        lines, price = cells.account.lines(), self._price()
+        if not lines:
+            self._say(line("Nothing was leased yet."))
+            return
+        columns = ["cell", "device", "VRAM", "GPU-s", "of it computing", "launches", "saved"]
+        rows = [
+            [
+                f"In [{item.cell}]" if item.cell else "warm",
+                item.device,
+                format_size(item.vram_bytes),
+                _seconds(item.gpu_us),
+                _seconds(item.busy_us * item.devices),
+                str(item.launches),
+                format_size(item.checkpoint_bytes) if item.checkpoint_bytes else "-",
+            ]
+            for item in lines
+        ]
+        total = [
+            "total",
+            "",
+            "",
+            _seconds(cells.account.gpu_us()),
+            _seconds(sum(item.busy_us * item.devices for item in lines)),
+            str(sum(item.launches for item in lines)),
+            format_size(saved) if (saved := sum(item.checkpoint_bytes for item in lines)) else "-",
+        ]
+        if price is not None:
+            columns.append("price")
+            for row, part in zip(rows, cells.account.prices(price), strict=True):
+                row.append(_money(part))
+            total.append(_money(cells.account.price_micro(price)))
+        self._say(table(columns, rows, total=total) + line(self._compared()))
+
+    def _compared(self) -> str:
+        """The account beside the ledger's own usage, lease by lease."""
+        cells = self._bench.cells
+        ours = theirs = ended = 0
+        parts = []
+        for lease_id in cells.account.leases():
+            try:
+                row = self._bench.cells.look(lease_id).lease
+            except SubletError:
+                return "The ledger cannot be asked now; the lines are its own clock's."
+            if row.state is LeaseState.ENDED:
+                ours += cells.account.gpu_us(lease_id)
+                theirs += of_ended(row).gpu_us
+                ended += 1
+            else:
+                parts.append("The lease is still open: its time is counted to its last cell.")
+        if ours != theirs:  # cannot be; if it is, nobody should find it out from a bill
+            return f"The lines of ended leases are {_seconds(ours)} GPU-s, the ledger says {_seconds(theirs)}: tell us."
+        if ended:
+            parts.insert(
+                0,
+                f"The lines of ended leases are the ledger's usage, to the microsecond: {_seconds(theirs)} GPU-s.",
+            )
+        return " ".join(parts)
+
+    def history(self) -> None:
+        rows = []
+        for lease_id in self._bench.cells.account.leases():
+            try:
+                found = self._bench.cells.look(lease_id)
+            except SubletError:
+                continue
+            row = found.lease
+            over = row.state is LeaseState.ENDED
+            held = (row.ended_at if over else found.at) - row.granted_at
+            cells = [str(i.cell) for i in self._bench.cells.account.lines(lease_id) if i.cell]
+            why = f"{row.reason.value}: {row.detail}" if over and row.reason else row.state.value
+            rows.append(
+                [
+                    lease_id,
+                    ", ".join(s.device_id for s in row.slices),
+                    time.strftime("%H:%M:%S", time.localtime(row.granted_at / _MICRO)),
+                    format_duration(held),
+                    ", ".join(cells) or "-",
+                    why,
+                ]
+            )
+        columns = ["lease", "device", "from", "held", "cells", "how it ended"]
+        self._say(table(columns, rows) if rows else line("Nothing was leased yet."))
+
+    def quota(self) -> None:
+        tenant, policy, now = self._bench.tenant()
+        used = used_now(tenant, now, policy.half_life_us)
+        leases = f"{tenant.live_leases} of {tenant.max_leases or 'any number'}"
+        most = format_size(tenant.max_vram_bytes) if tenant.max_vram_bytes else "any amount"
+        held = format_size(tenant.live_bytes) if tenant.live_bytes else "0"
+        pairs = [
+            ("tenant", tenant.name),
+            ("leases", leases),
+            ("VRAM", f"{held} of {most}"),
+            ("waiting", f"{tenant.waiting} of {tenant.max_waiting or policy.tenant_waiting_max}"),
+            (
+                "recent GPU time",
+                f"{format_duration(used)} (halves every {format_duration(policy.half_life_us)})",
+            ),
+            ("weight", f"{tenant.weight}: who used less for its weight is served first"),
+        ]
+        if tenant.cooldown_until > now:
+            pairs.append(("cooling down", f"{format_duration(tenant.cooldown_until - now)} left"))
+        self._say(fields(pairs))
+
+    def released(self, lease: Lease | None) -> None:
+        self._say(
+            line(
+                "GPU given back; the notebook's variables stay."
+                if lease
+                else "There was no GPU to give back."
+            )
         )
+
+    def restored(self, names: tuple[str, ...]) -> None:
+        self._say(line(f"Restored: {', '.join(names)}"))
+
+    # how
+
+    def _price(self) -> int | None:
+        text = self._bench.settings["price"]
+        return parse_price(text, what="SUBLET_PRICE") if text else None
+
+    def _priced(self, gpu_us: int) -> str:
+        price = self._price()
+        return "" if price is None else f", {_money(self._bench.cells.account.price_micro(price))}"
+
+    def _say(self, drawn: Drawn) -> None:
+        if self._front.kind == "terminal":
+            self._front.text("stdout", f"{drawn.text}\n")
+        else:
+            self._front.publish(drawn.data)
+
+
+def _seconds(us: int) -> str:
+    return f"{us / _MICRO:.3f}"
+
+
+def _money(micro: int) -> str:
+    return f"{micro / _MICRO:.6f}".rstrip("0").rstrip(".") if micro else "0"
+
+
+def _warm(cell: Line) -> str:
+    """How much of it nobody computed: the GPU was kept for this cell."""
+    warm = cell.gpu_us - cell.busy_us * cell.devices
+    return f" ({_seconds(warm)} warm)" if warm >= 100_000 else ""
+
+
+def _kept(kept: Kept, job: str) -> str:
+    when = time.strftime("%H:%M:%S", time.localtime(kept.saved_at))
+    return f"{kept.names} at {when}, version {kept.version} of {job}"
+
+
+def _stayed(stayed: Mapping[str, str]) -> str:
+    names = "; ".join(f"{name} ({why[:120]})" for name, why in stayed.items())
+    verb = "stays" if len(stayed) == 1 else "stay"
+    return f"Cannot come back, and {verb} in the GPU worker for the next %%gpu cells: {names}"

@@ -8,7 +8,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import html
 import secrets
 import signal
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 
 from sublet.core.admission import Wait
 from sublet.core.values import format_duration, format_size
+from sublet.notebook.drawing import line
 from sublet.notebook.front import Front
 from sublet.ports.ledger import Answer
 
@@ -65,8 +65,9 @@ class Waiting:
         if self._front.kind == "terminal":
             self._front.text("stderr", f"{text}\n")
             return
-        data = {"text/plain": text, "text/html": f"<small style='opacity:.75'>⏳ {html.escape(text)}</small>"}
-        self._front.publish(data, transient={"display_id": self._id}, update=self._shown)
+        self._front.publish(
+            line(text, mark="⏳").data, transient={"display_id": self._id}, update=self._shown
+        )
         self._shown = True
 
 

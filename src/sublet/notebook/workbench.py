@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from sublet import under_lease
-from sublet.borrowing import _disabled, gpu
+from sublet.borrowing import _disabled, ensure_tenant, gpu
 from sublet.core.errors import SubletError
+from sublet.core.policy import Policy
+from sublet.core.tenancy import Tenant
 from sublet.hosting.in_step import Travel
 from sublet.notebook import inside_cell
 from sublet.notebook.front import Front
@@ -71,6 +73,14 @@ class Workbench:
     def restore(self, space: dict[str, Any], job: str) -> tuple[str, ...]:
         return self.cells.kept.restore(space, job)
 
+    def tenant(self) -> tuple[Tenant, Policy, int]:
+        """Whose GPU time this is, by which rules, and the ledger's clock."""
+        ledger = open_ledger(self.settings)
+        lease = self.cells.lease
+        name = lease.tenant if lease is not None else self.settings["tenant"]
+        ensure_tenant(self.settings, ledger, name)
+        return ledger.tenant(name), ledger.policy(), ledger.now()
+
     def _take(self, wish: Wish) -> Lease:
         waiting = Waiting(self._front)
         try:
@@ -83,6 +93,7 @@ class Workbench:
                 wait=wish.wait or None,
                 least=wish.least or None,
                 tenant=wish.tenant or None,
+                job=self.cells.kept.job,
                 holder="worker",
                 on_wait=waiting,
                 on_offer=waiting.offered if self._front.can_ask() and not wish.least else None,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import getpass
-import linecache
 import os
 import sys
 import traceback
@@ -28,20 +27,26 @@ from traitlets.config import Config
 
 from sublet.hosting import worker
 from sublet.hosting.screen import ERR, OUT, Frames
+from sublet.notebook.cell_source import show_header
 
 Trace = tuple[str, ...]
 
 
 class _Compiler(CachingCompiler):
-    """Shows the magic's own line where the cell has it."""
+    """Compiles the cell under the name the notebook has for it."""
 
-    header = ""
+    _name = _header = ""
+
+    def begin(self, name: str, header: str) -> None:
+        self._name, self._header = name, header
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        name, self._name = self._name, ""  # what the cell itself runs later has names of its own
+        return name or super().get_code_name(raw_code, transformed_code, number)
 
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
         name = super().cache(transformed_code, number, raw_code)
-        size, mtime, lines, full = linecache.cache[name]  # type: ignore[misc]
-        if self.header and lines and lines[0] == f"#{self.header}\n":
-            linecache.cache[name] = (size, mtime, [f"{self.header}\n", *lines[1:]], full)
+        show_header(name, self._header)
         return name
 
 
@@ -141,6 +146,10 @@ class CellShell(InteractiveShell):
 
     def show_usage_error(self, exc: UsageError) -> None:
         self.trace = (f"UsageError: {exc}",)
+
+    def enable_gui(self, gui: Any = None) -> None:
+        if gui is not None:
+            raise UsageError(f"there is no window system in a GPU worker for {gui}: use %matplotlib inline")
 
     def ask_exit(self) -> NoReturn:
         raise SystemExit

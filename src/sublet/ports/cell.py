@@ -22,6 +22,8 @@ class CellOrder:
 
     source: str  # with an empty line where the magic stood, so that line numbers are those of the notebook
     header: str  # the magic's own line, shown in tracebacks
+    name: str  # the file name it is compiled under
+    texts: Mapping[str, tuple[int, str]]  # of the cells whose functions travel: In[…] and text, by file name
     count: int  # the In[…] of the notebook
     front: str  # notebook or terminal
     values: Packed  # dict of what the worker does not have as the notebook has it
@@ -100,6 +102,7 @@ class Luggage:
     values: Packed
     forget: tuple[str, ...]
     watch: tuple[str, ...]
+    files: frozenset[str]  # where the functions among it were written
     sent: Mapping[str, Any]  # what the worker then has, in words of whoever packed it
 
 

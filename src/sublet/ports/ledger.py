@@ -165,7 +165,7 @@ class Ledger(ItemLedger, Protocol):
         """Give it back, or leave the waitlist. False when it was over already: releasing twice is fine. `torn_down` False leaves
         the slices where they are until a warden has ended the holder and settled it."""
 
-    def look(self, lease_id: str) -> Answer:
+    def look(self, lease_id: str, *, patience_us: int | None = None) -> Answer:
         """Read one lease, without a lock."""
 
     # leases: called by operators, wardens and listings

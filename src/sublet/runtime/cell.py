@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,24 +28,22 @@ from sublet.core.errors import (
     SubletError,
     WorkerLost,
 )
-from sublet.core.lease import Lease as LeaseRow
-from sublet.core.lease import LeaseState
+from sublet.core.lease import EndReason, LeaseState
 from sublet.core.notice import Notice
 from sublet.ports.cell import RESULT, CellOrder, CellReport, InStep, Luggage, Packing, Saving, Snapshot
 from sublet.ports.clock import Clock
-from sublet.ports.ledger import Ledger
+from sublet.ports.ledger import Answer, Ledger
 from sublet.ports.worker import Screen
 from sublet.runtime import cell_random
 from sublet.runtime.cell_keep import Kept, KeptState
-from sublet.runtime.holding import Lease
+from sublet.runtime.holding import EXPLAIN_PATIENCE_US, RELEASE_PATIENCE_US, Lease
 from sublet.runtime.late_module import module_or_late
 
-#: How often, and how long apart, an unreachable ledger is asked before the cell gives up.
-RETRY_SECONDS = (0.2, 0.5, 1.0)
+#: How long an unreachable ledger is asked before the cell gives up, and the pause between two questions. One question is itself patient.
+GIVE_UP_SECONDS = 3.0
+PAUSE_SECONDS = 0.2
 #: After a loss: how long to wait for a save that was under way to say whether it counted.
 SETTLE_SECONDS = 0.5
-#: How `Lease` says why a worker was lost.
-_REASON = re.compile(r"GPU session ended \((.*?)\);", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +79,8 @@ class Source:
     count: int
     reads: tuple[str, ...]
     front: str
+    name: str
+    texts: Callable[[Iterable[str]], Mapping[str, tuple[int, str]]]  # of the notebook's cells, by file name
     colors: str = ""
 
 
@@ -94,6 +93,7 @@ class Ran:
     kept: Kept | None = None
     result: Any = None
     stayed: dict[str, str]
+    before: str = ""  # why the session before it ended, when this cell had to take a new one
     error: SubletError | None = None  # lost, or not saved; what the cell itself raised is in the report
 
 
@@ -105,6 +105,7 @@ class _Trip:
     source: Source
     space: MutableMapping[str, Any]
     lease: Lease
+    before: str
     began: int
     kept_before: Kept | None
     written_before: int
@@ -141,8 +142,10 @@ class Cells:
         self._drawn: Mapping[str, bytes] = {}  # the notebook's random states when both sides had the same
         self._random_there: Mapping[str, bytes] = {}
         self._pid = os.getpid()
+        self._screen: Screen | None = None  # of the cell that runs
         self.lease: Lease | None = None
         self.account = Account()
+        self.on_change: Callable[[], None] = lambda: None  # called from any thread
 
     # the lease
 
@@ -159,16 +162,15 @@ class Cells:
         return True
 
     def _lease_for(self, wish: Wish) -> Lease:
-        tries = iter(RETRY_SECONDS)
+        give_up = time.monotonic() + GIVE_UP_SECONDS
         while True:
             try:
                 lease = self._take(wish)
                 break
             except Disconnected as e:
-                pause = next(tries, None)
-                if pause is None:
+                if time.monotonic() >= give_up:
                     raise GpuUnavailable(f"GPU unavailable: {e.message}. Nothing was run.") from e
-                time.sleep(pause)
+                time.sleep(PAUSE_SECONDS)
         self.lease, self._place = lease, wish.place
         row = lease._row
         self.account.begin(
@@ -179,38 +181,55 @@ class Cells:
             vram_bytes=lease.vram_bytes,
         )
         self._unsettled[lease.id] = None
+        lease.on_notice(lambda notice: self._heard(lease, notice))
+        lease.yield_when_idle(lambda: self.on_change())
         return lease
 
-    def release(self) -> None:
+    def release(self, *, patience_us: int = RELEASE_PATIENCE_US) -> None:
         """Give the GPU back now. The notebook's variables stay; what was only in the worker goes."""
         lease, self.lease = self.lease, None
         if lease is not None:
             self._lost_names.update(dict.fromkeys(self._in_step.stayed, lease.id))
             self._in_step = self._packing.in_step()
             with contextlib.suppress(SubletError):
-                lease.release()
+                lease.release(patience_us=patience_us)
         self.settle_account()
+        self.on_change()
+
+    @property
+    def only_there(self) -> tuple[str, ...]:
+        """Names that could not come back, and live in the worker."""
+        return tuple(sorted(self._in_step.stayed)) if self.lease is not None else ()
 
     def settle_account(self) -> None:
         """Enter the ends of leases that are over."""
         for lease_id in list(self._unsettled):
             if self.lease is not None and self.lease.id == lease_id and self.lease.status == "active":
                 continue
-            with contextlib.suppress(SubletError):
-                row = self._ledger().look(lease_id).lease
+            try:
+                row = self.look(lease_id).lease
+            except Disconnected:
+                return  # the others will not be found either, and later is soon enough
+            except SubletError:
+                continue
+            else:
                 if row.state is LeaseState.ENDED:
                     self.account.lease_ended(lease_id, row.ended_at)
                     del self._unsettled[lease_id]
 
-    def row(self) -> LeaseRow | None:
-        """The ledger's row of the warm lease, if there is one."""
-        return None if self.lease is None else self._ledger().look(self.lease.id).lease
+    def look(self, lease_id: str) -> Answer:
+        """Nobody waits long for a line under a cell."""
+        return self._ledger().look(lease_id, patience_us=EXPLAIN_PATIENCE_US)
 
     # one cell
 
     def run(self, wish: Wish, source: Source, space: MutableMapping[str, Any], screen: Screen) -> Ran:
+        before = ""
         while True:
+            last = self.lease
             warm = self._serves(wish)
+            if last is not None and not warm:
+                before = self._why_ended(last)
             step = self._in_step if warm else self._packing.in_step()
             # Before anything is leased: a variable that cannot travel must not cost a GPU-second.
             taken = source.reads if wish.takes is None else wish.takes
@@ -223,6 +242,7 @@ class Cells:
                 source=source,
                 space=space,
                 lease=lease,
+                before=before,
                 began=self._clock.monotonic_us(),
                 kept_before=self.kept.last,
                 written_before=self.kept.bytes_written,
@@ -234,7 +254,12 @@ class Cells:
                 if warm and not begun:
                     self.release()
                     continue
-                return self._loss(trip, lost.message)
+                return self._loss(trip, lost.reason if isinstance(lost, WorkerLost) else lost.message)
+            except BaseException:
+                # Interrupted twice, or its output could not be shown: what the worker has now is not known.
+                self._enter(Ran(stayed={}), trip, 0)
+                self.release()
+                raise
             step.took(luggage)
             return self._after(trip, report)
 
@@ -244,6 +269,8 @@ class Cells:
         order = CellOrder(
             source=source.body,
             header=source.header,
+            name=source.name,
+            texts=source.texts(luggage.files),
             count=source.count,
             front=source.front,
             colors=source.colors,
@@ -255,15 +282,16 @@ class Cells:
             every_us=wish.every_us,
             random=self._random(fresh),
         )
-        lease.on_notice(lambda notice: self._warned(lease, notice, screen))
+        self._screen = screen
         try:
+            self.on_change()
             report = lease.run_shown(
                 self._run_inside, (order,), screen, lambda asked: self._answer(asked, lease)
             )
             assert isinstance(report, CellReport)
             return report
         finally:
-            lease._callbacks.clear()
+            self._screen = None
 
     def _random(self, fresh: bool) -> Mapping[str, bytes] | None:
         """The notebook's random states travel like a variable: a seed set in a normal cell counts in the next `%%gpu` cell."""
@@ -277,13 +305,17 @@ class Cells:
         self._random_there = cell_random.put_what_is_in_use(states)
         self._drawn = cell_random.take()
 
-    def _warned(self, lease: Lease, notice: Notice, screen: Screen) -> None:
-        if notice.source != "lease" or lease._worker is None or lease.status != "revoking":
-            return
-        lease._worker.warn()
-        left = max(0, notice.deadline_us - self._clock.monotonic_us()) / 1e6
-        with contextlib.suppress(Exception):
-            screen.text("stderr", f"GPU session ends in {left:.0f} s ({notice.reason}).\n")
+    def _heard(self, lease: Lease, notice: Notice) -> None:
+        """From a thread of the keeper's: the GPU will go, or the ledger does not answer."""
+        if lease.status == "revoking" and lease._worker is not None:
+            lease._worker.warn()
+        left = notice.seconds_left(self._clock.monotonic_us())
+        screen = self._screen
+        if screen is not None and left > 0:
+            ends = "ends" if lease.status == "revoking" else "may end"
+            with contextlib.suppress(Exception):
+                screen.text("stderr", f"GPU session {ends} in {left:.0f} s ({notice.reason}).\n")
+        self.on_change()
 
     def _answer(self, asked: Any, lease: Lease) -> Saving:
         """A snapshot from inside the cell. With the GPU going it is saved at once, and the cell ends there."""
@@ -300,7 +332,7 @@ class Cells:
     # after it
 
     def _after(self, trip: _Trip, report: CellReport) -> Ran:
-        ran = Ran(report=report, stayed=dict(report.stayed))
+        ran = Ran(report=report, stayed=dict(report.stayed), before=trip.before)
         if report.stopped:
             ran.error = self._ended(report.stopped, trip)
             self._go_on_from_kept(trip)
@@ -311,16 +343,17 @@ class Cells:
         if failed and ran.error is None:
             ran.error = NotDurable(f"what --keep names was not saved: {failed}")
         self._enter(ran, trip, report.launches)
-        if trip.wish.release or report.stopped:
+        if trip.wish.release or trip.lease.status != "active":
             self.release()
+        self.on_change()
         return ran
 
     def _loss(self, trip: _Trip, why: str) -> Ran:
         self.kept.settle(SETTLE_SECONDS)
-        ran = Ran(stayed={}, error=self._ended(why, trip))
+        ran = Ran(stayed={}, before=trip.before, error=self._ended(why, trip))
         self._go_on_from_kept(trip)
         self._enter(ran, trip, 0)
-        self.release()
+        self.release(patience_us=EXPLAIN_PATIENCE_US)
         return ran
 
     def _bring_back(self, report: CellReport, space: MutableMapping[str, Any]) -> Any:
@@ -371,6 +404,14 @@ class Cells:
             trip.space.update(last.values)
             self._put_random(last.random)
 
+    def _why_ended(self, lease: Lease) -> str:
+        """Of a session between two cells, in words; '' when it was given back on purpose."""
+        with contextlib.suppress(SubletError):
+            row = self.look(lease.id).lease
+            if row.reason is not None and row.reason is not EndReason.RELEASED:
+                return f"{row.reason.value}: {row.detail}"
+        return ""
+
     def _ended(self, why: str, trip: _Trip) -> GpuSessionEnded:
         last = self.kept.last
         if last is None:
@@ -380,15 +421,13 @@ class Cells:
             when = time.strftime("%H:%M:%S", time.localtime(last.saved_at))
             which = "" if last is not trip.kept_before else ", before this cell"
             saved = f"Saved: {last.names} at {when} ({ago:.0f} s ago{which}), version {last.version} of {self.kept.job}."
-        found = _REASON.match(why)
-        reason = found[1] if found else why
-        return GpuSessionEnded(f"GPU session ended ({reason}). Rerun this cell to reacquire. {saved}")
+        return GpuSessionEnded(f"GPU session ended ({why}). Rerun this cell to reacquire. {saved}")
 
     def _enter(self, ran: Ran, trip: _Trip, launches: int) -> None:
         """The cell's line in the account, at the ledger's clock."""
         ran.kept = self.kept.last if self.kept.last is not trip.kept_before else None
         try:
-            found = self._ledger().look(trip.lease.id)
+            found = self.look(trip.lease.id)
         except SubletError:
             return  # the rest is entered when the lease's end is known
         row = found.lease

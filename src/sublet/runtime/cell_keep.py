@@ -20,9 +20,6 @@ from sublet.core.errors import NotDurable, SubletError, Unsavable
 from sublet.runtime.capture import Captured
 from sublet.runtime.cell_random import States, opened
 
-#: Kept versions of one notebook: the last, and some to go back to.
-KEEP_LAST = 3
-
 
 class Store(Protocol):
     """What is asked of a checkpoint store."""

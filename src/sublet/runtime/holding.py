@@ -21,8 +21,8 @@ from typing import Any
 
 from sublet.core import notice as notices
 from sublet.core.errors import BadInput, Disconnected, InvariantBroken, LeaseLost, SubletError, WorkerLost
+from sublet.core.lease import EndReason, LeaseState
 from sublet.core.lease import Lease as LeaseRow
-from sublet.core.lease import LeaseState
 from sublet.core.notice import Notice
 from sublet.core.renewal import local_deadline
 from sublet.ports.clock import Clock
@@ -32,6 +32,8 @@ from sublet.ports.worker import Call, Screen, Worker
 
 #: Leaving must not hang: a lease that cannot be given back runs out by itself.
 RELEASE_PATIENCE_US = 2_000_000
+#: Nor must saying that it was lost: a ledger that does not answer now is not waited for to learn why.
+EXPLAIN_PATIENCE_US = 300_000
 #: The longest a kernel may run before its session is given up.
 WATCHDOG_US = 600_000_000
 
@@ -57,6 +59,7 @@ class Lease:
         self._touched = True
         self._over = ""  # why, once it is over
         self._on_release: Callable[[Lease], None] = lambda lease: None
+        self._on_yield: Callable[[], None] | None = None
         self._opener: Callable[[Lease, int, int], Session] | None = None
         self._sessions: list[Session] = []
 
@@ -199,6 +202,8 @@ class Lease:
         worker = self._the_worker()
         self._work_began()
         try:
+            if self._over:  # given back as we came
+                raise LeaseLost(f"lease {self.id} has ended: {self._over}")
             return work(worker)
         except WorkerLost as lost:
             raise self._explained(lost) from lost.__cause__
@@ -215,13 +220,16 @@ class Lease:
 
     def _explained(self, lost: WorkerLost) -> WorkerLost:
         """The supervisor knows that it ended the worker; the ledger knows why."""
-        why = lost.message
+        why = reason = lost.message
         with contextlib.suppress(SubletError):
-            row = self._ledger.look(self.id).lease
+            row = self._ledger.look(self.id, patience_us=EXPLAIN_PATIENCE_US).lease
             if row.reason is not None:
-                why = f"GPU session ended ({row.reason.value}: {row.detail}); {lost.message}"
+                taken = f"{row.reason.value}: {row.detail}"
+                why = f"GPU session ended ({taken}); {lost.message}"
+                # That the holder is gone is all the ledger knows of a worker that died by itself; its supervisor knows how.
+                reason = taken if row.reason is not EndReason.HOLDER_LOST else lost.message
         self._lost(why)
-        return WorkerLost(why, begun=lost.begun)
+        return WorkerLost(why, begun=lost.begun, reason=reason)
 
     def _adopt(self, worker: Worker, environment: Mapping[str, str]) -> None:
         """Granted: from here on the worker lives as long as the lease does."""
@@ -235,7 +243,21 @@ class Lease:
         if self._notice is not None:
             callback(self._notice)
 
-    def release(self) -> None:
+    def yield_when_idle(self, then: Callable[[], None] = lambda: None) -> None:
+        """From now on: when somebody else is to have it and nothing is in flight, it is given back at once instead of at the end of
+        its grace. For leases that are kept warm in case of another call."""
+        self._on_yield = then
+
+    def _yield(self) -> None:
+        with self._lock:
+            if self._in_flight or self._over:
+                return
+            self._over = "it was idle, and somebody else needs it"
+        self.release()
+        if self._on_yield is not None:
+            self._on_yield()
+
+    def release(self, *, patience_us: int = RELEASE_PATIENCE_US) -> None:
         """Give it back. Safe to call at any time, any number of times."""
         if self._pid != os.getpid():
             return
@@ -252,7 +274,7 @@ class Lease:
                 self._row.id,
                 self._secret,
                 torn_down=self._worker is None,
-                patience_us=RELEASE_PATIENCE_US,
+                patience_us=patience_us,
             )
         except Disconnected:
             # It runs out by itself, and this process will not use it again.
@@ -310,6 +332,9 @@ class Lease:
             self._arm()
             why = f"{row.reason.value if row.reason else 'revoked'}: {row.detail}"
             self._warn(Notice(source="lease", reason=why, deadline_us=self._deadline_us))
+            if self._on_yield is not None and not self._in_flight:
+                # Not in the keeper's own thread: the end of a worker is waited for, and other leases must be renewed.
+                threading.Thread(target=self._yield, name="sublet-gives-back", daemon=True).start()
 
     def _arm(self) -> None:
         if self._worker is not None:

@@ -47,6 +47,7 @@ class Warm:
         held = self._lease
         if held is None or self._pid != os.getpid():  # in a forked child it is the parent's
             held = self._lease = self._acquire(ttl_us)
+            held.yield_when_idle()
             self._pid = os.getpid()
         return held
 
@@ -56,7 +57,10 @@ class Warm:
                 fresh = self._lease is None
                 lease = self.lease(ttl_us)
                 try:
-                    return work(lease)
+                    done = work(lease)
+                    if lease.status == "revoking":  # and nothing is in flight any more
+                        self.release()
+                    return done
                 except WorkerLost as lost:
                     self.release()
                     if fresh or lost.begun:

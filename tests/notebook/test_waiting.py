@@ -1,0 +1,89 @@
+"""Two notebooks on one small device: the place in the waitlist, the choice of less now, and who gets it when."""
+
+from __future__ import annotations
+
+import pytest
+
+from sublet.core.lease import LeaseState
+from tests.notebook.conftest import Kernel, Lab
+from tests.notebook.test_loss import begin
+from tests.notebook.test_output import gpu
+from tests.runtime.conftest import wait_until
+
+BUSY = "import os, time\nprint('under way')\nwhile not os.path.exists({gate!r}): time.sleep(0.01)"
+
+
+@pytest.fixture(scope="module")
+def second(shared_lab: Lab) -> Kernel:
+    return shared_lab.kernel("second")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_held(kernel: Kernel, second: Kernel) -> object:
+    yield
+    for one in (kernel, second):
+        one.fine("%gpu release")
+
+
+def waiting(lab: Lab) -> bool:
+    return any(a.lease.state is LeaseState.WAITING for a in lab.leases())
+
+
+def test_the_second_sees_its_place_and_gets_it_when_the_first_is_idle(
+    kernel: Kernel, second: Kernel, shared_lab: Lab
+) -> None:
+    gate = shared_lab.folder / "gate-idle"
+    begin(kernel, BUSY.format(gate=str(gate)), "--vram 4GiB --count 2")
+    second.begin(gpu("'mine now'", "--vram 4GiB"))
+    shown = second.finish(until=lambda s: any("place 1 in the waitlist" in t for t in s.texts))
+    assert any("Interrupt to leave" in text for text in shown.texts)
+    gate.touch()
+    assert kernel.finish().status == "ok"
+    shown = second.finish()  # the first only stopped computing: its lease is idle, and somebody waits
+    assert shown.result == "'mine now'"
+    assert shown.updates  # the place in the waitlist is taken away again
+    assert shown.updates[-1]["data"]["text/plain"] == ""
+    assert "the last one ended (idle" in kernel.fine(gpu("1")).line
+
+
+def test_interrupting_the_wait_leaves_the_waitlist(kernel: Kernel, second: Kernel, shared_lab: Lab) -> None:
+    gate = shared_lab.folder / "gate-interrupt"
+    begin(kernel, BUSY.format(gate=str(gate)), "--vram 4GiB --count 2")
+    second.begin(gpu("1", "--vram 4GiB"))
+    wait_until(lambda: waiting(shared_lab))
+    second.interrupt()
+    assert second.finish().error == "KeyboardInterrupt"
+    assert not waiting(shared_lab)
+    gate.touch()
+    kernel.finish()
+
+
+def test_a_wait_that_is_too_long_ends_in_a_sentence(kernel: Kernel, second: Kernel, shared_lab: Lab) -> None:
+    gate = shared_lab.folder / "gate-long"
+    begin(kernel, BUSY.format(gate=str(gate)), "--vram 4GiB --count 2")
+    for wait in ("1s", "0"):
+        shown = second.run(gpu("1", f"--vram 4GiB --wait {wait}"))
+        assert shown.status == "error"
+        assert shown.error in ("WaitTimedOut", "NoCapacity", "Refused")
+        assert "→" in shown.trace
+    gate.touch()
+    kernel.finish()
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_less_now_or_all_of_it_later(kernel: Kernel, second: Kernel, shared_lab: Lab, answer: str) -> None:
+    gate = shared_lab.folder / f"gate-offer-{answer}"
+    begin(kernel, BUSY.format(gate=str(gate)), "--vram 3GiB --count 2")
+    second.begin(gpu("import sublet\nsublet.lease().vram_bytes", "--vram 2GiB"))
+    if answer == "n":
+        shown = second.finish(answer="n", until=lambda s: "Take 1GiB now?" in s.stdout)
+        gate.touch()
+        kernel.finish()
+        shown = second.finish()
+        assert shown.result == str(2 << 30)
+    else:
+        shown = second.finish(answer="y")
+        assert "1GiB now, or 2GiB" in shown.stdout
+        assert shown.result == str(1 << 30)
+        gate.touch()
+        kernel.finish()
