@@ -195,7 +195,8 @@ def test_a_kernel_takes_its_gpu_with_its_first_cell_and_gives_it_back_at_shutdow
     notebook = room.open(tenant="ada")
     ledger.add_tenant(sublet.core.tenancy.Tenant(name="ada", max_vram_bytes=1 << 30), actor="test")
 
-    assert "takes its GPU when the first cell is run" in notebook.run("%gpu status").stdout
+    assert "takes its GPU when the first cell is run" in notebook.run("%gpu status").shown
+    assert "Nothing was leased yet" in notebook.run("%gpu cost").shown
     notebook.run("hidden = 1", silent=True)
     assert len(room.leases()) == before, "an open notebook holds nothing"
 
@@ -262,10 +263,12 @@ def test_magics_and_decorators_are_plain_in_a_leased_kernel(room: Room, notebook
     assert row.id in notebook.run("sublet.lease()").result
     opened = notebook.run("with sublet.lease().open() as gpu: print(gpu.read(gpu.alloc(4))[:4] is not None)")
     assert opened.stdout == "True\n", opened
-    status = notebook.run("%gpu").stdout
+    status = notebook.run("%gpu").shown
     assert "This kernel is leased as a whole: 1GiB" in status
     assert row.id in status
-    assert "goes back when the kernel is restarted or shut down" in notebook.run("%gpu release").stdout
+    assert "goes back when the kernel is restarted or shut down" in notebook.run("%gpu release").shown
+    assert "GPU-s so far" in notebook.run("%gpu cost").shown
+    assert "leases" in notebook.run("%gpu quota").shown
     assert "already loaded" in notebook.run("%load_ext sublet").stdout
 
 

@@ -28,7 +28,6 @@ def bench_of(shell: Any) -> Any:
 def unload_ipython_extension(shell: Any) -> None:
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("gpu", None)
-    for name in ("GpuMagics", "LeasedMagics"):
-        magics = shell.magics_manager.registry.pop(name, None)
-        if magics is not None:
-            magics.bench.close()
+    magics = shell.magics_manager.registry.pop("GpuMagics", None)
+    if magics is not None:
+        magics.bench.close()

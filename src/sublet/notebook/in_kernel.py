@@ -26,14 +26,17 @@ from ipykernel.ipkernel import IPythonKernel
 
 from sublet import inside, under_lease
 from sublet.core.admission import Wait
+from sublet.core.cell_account import price_micro
 from sublet.core.errors import GpuSessionEnded, LeaseLost, Refused, SubletError, error_tree
-from sublet.core.values import format_duration, format_size
+from sublet.core.meter import billed_until
+from sublet.core.values import format_duration, format_size, parse_price
 from sublet.drivers.opening import Opening
-from sublet.notebook import kernel_words
+from sublet.notebook import drawing, kernel_words, magics
 from sublet.notebook.front import Front, brief
 from sublet.notebook.kernel_words import LINK_VARIABLE, MESSAGE_BYTES, WORDS_VARIABLE
-from sublet.notebook.magics import GpuMagics
+from sublet.notebook.options import parse_line
 from sublet.notebook.waiting import Waiting
+from sublet.wiring import open_ledger
 
 #: So long before the end the last words are said: they must reach the screen.
 LAST_WORDS_US = 300_000
@@ -44,6 +47,10 @@ UNLEASED = (
 )
 
 
+AS_A_WHOLE = (
+    "This kernel is leased as a whole: its GPU goes back when the kernel is restarted or shut down, and nothing is kept with --keep. "
+    "'sublet ps --all' lists its leases."
+)
 _UNREADABLE = (
     "the lease cannot be used: its Jupyter server is gone, or the files it was handed over in cannot be read"
 )
@@ -159,20 +166,37 @@ class Link:
             self._socket.send(json.dumps(said).encode(), socket.MSG_NOSIGNAL)
 
 
-class LeasedMagics(GpuMagics):
-    """`%gpu` and `%%gpu` where the whole kernel is leased: a cell is run as it is."""
+class GpuMagics(magics.GpuMagics):
+    """`%gpu` and `%%gpu` where the whole kernel is leased: a cell is run as it is. Of the same name, so that it takes the other's place."""
 
     def _line(self, line: str) -> Any:
-        words = line.split()
-        if words[:1] == ["release"]:
-            print(
-                "This kernel is leased as a whole: its GPU goes back when the kernel is restarted or shut down."
-            )
-            return None
-        if words in ([], ["status"]):
-            print(self.shell.kernel.describe())
-            return None
-        return super()._line(line)
+        verb, _ = parse_line(line)
+        if verb == "status":
+            self._say(self.shell.kernel.describe())
+        elif verb == "cost":
+            self._say(self._cost())
+        elif verb in ("release", "restore", "history"):
+            self._say(AS_A_WHOLE)
+        else:
+            return super()._line(line)
+        return None
+
+    def _say(self, text: str) -> None:
+        self.front.publish(drawing.line(text).data)
+
+    def _cost(self) -> str:
+        tenancy = self.shell.kernel.link.tenancy
+        if tenancy is None:
+            return "Nothing was leased yet."
+        found = open_ledger(self.bench.settings).look(tenancy.id)
+        row, price = found.lease, self.bench.settings["price"]
+        gpu_us = (billed_until(row, found.at) - row.granted_at) * len(row.slices)
+        text = f"{gpu_us / 1e6:.3f} GPU-s so far"
+        if price:
+            text += f", price {price_micro(gpu_us, parse_price(price)) / 1e6:.6f}"
+        return (
+            f"{text} (lease {row.id}). A leased kernel is billed from its first cell to its end, idle or not."
+        )
 
 
 class LeasedIPythonKernel(IPythonKernel):
@@ -188,7 +212,7 @@ class LeasedIPythonKernel(IPythonKernel):
         if number:
             os.set_inheritable(int(number), False)  # what a cell starts must not speak for us
             self.link = Link(socket.socket(fileno=int(number)), self._say)
-            self.gpu_magics = LeasedMagics
+            self.gpu_magics = GpuMagics
             self.shell.input_transformers_cleanup.append(self._refuse)
         elif not os.environ.get("SUBLET_DISABLE"):
             self._words = UNLEASED

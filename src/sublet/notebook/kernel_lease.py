@@ -27,7 +27,7 @@ from typing import Any
 from sublet.borrowing import GpuRequest
 from sublet.core.admission import Wait
 from sublet.core.errors import BadInput, SubletError
-from sublet.core.lease import EndReason, Holder, LeaseState, Request
+from sublet.core.lease import EndReason, Holder, Request
 from sublet.core.notice import Notice
 from sublet.core.values import parse_duration
 from sublet.notebook import kernel_words
@@ -36,7 +36,7 @@ from sublet.ports.worker import Call, Screen
 from sublet.running import DEFAULT_GRACE
 from sublet.runs import RunFolder
 from sublet.runtime.alarms import Alarms
-from sublet.runtime.holding import WATCHDOG_US, Lease
+from sublet.runtime.holding import EXPLAIN_PATIENCE_US, WATCHDOG_US, Lease
 from sublet.settings import Settings
 from sublet.wiring import CLOCK, ensure_warden, notice_sources, open_ledger, opening_of
 
@@ -389,9 +389,8 @@ class KernelLease:
         lease, code = self._lease, left.code if left is not None else None
         if lease is not None:
             with contextlib.suppress(SubletError):
-                row = open_ledger(self._settings).look(lease.id).lease
-                if row.state is not LeaseState.ACTIVE and row.reason not in (None, EndReason.RELEASED):
-                    assert row.reason is not None
+                row = open_ledger(self._settings).look(lease.id, patience_us=EXPLAIN_PATIENCE_US).lease
+                if row.reason is not None and row.reason not in (EndReason.RELEASED, EndReason.HOLDER_LOST):
                     return kernel_words.restarted(f"{row.reason.value}: {row.detail}")
             if lease.seconds_left <= 0:
                 idle = "it was not renewed in time" if self._busy else "idle: no cell was run for its ttl"
