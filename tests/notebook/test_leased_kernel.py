@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from jupyter_client import KernelManager
+from jupyter_client import AsyncKernelManager, KernelManager
 from jupyter_client.ioloop import AsyncIOLoopKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
@@ -29,8 +29,13 @@ import sublet
 from sublet.core.errors import BadInput
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.lease import Lease as LeaseRow
-from sublet.notebook import kernel_words, leased_kernel
-from sublet.wiring import open_ledger
+from sublet.core.notice import Notice
+from sublet.core.tenancy import Tenant
+from sublet.hosting import command
+from sublet.notebook import kernel_lease, kernel_words, leased_kernel
+from sublet.notices.notice_file import write_notice
+from sublet.wiring import CLOCK, open_ledger
+from tests.hosting import forced_command
 from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
 
 KERNELSPEC = Path(leased_kernel.__file__).parent / "kernelspec" / "kernel.json"
@@ -168,9 +173,17 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
             notebook.close()
         left = made.nothing_is_left() or wait_until(made.nothing_is_left) is None
         close_home(home)
-        with contextlib.suppress(OSError):
-            os.rmdir(os.environ["JUPYTER_RUNTIME_DIR"])
+        shutil.rmtree(os.environ["JUPYTER_RUNTIME_DIR"], ignore_errors=True)
         assert left
+
+
+@pytest.fixture(autouse=True)
+def tidied(room: Room) -> Iterator[None]:
+    """What a test left open, because it failed, must not stand in the way of the next."""
+    before = len(room.notebooks)
+    yield
+    for one in room.notebooks[before:]:
+        one.close()
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +206,7 @@ def test_a_kernel_takes_its_gpu_with_its_first_cell_and_gives_it_back_at_shutdow
     ledger = open_ledger(room.home.settings)
     before = len(room.leases())
     notebook = room.open(tenant="ada")
-    ledger.add_tenant(sublet.core.tenancy.Tenant(name="ada", max_vram_bytes=1 << 30), actor="test")
+    ledger.add_tenant(Tenant(name="ada", max_vram_bytes=1 << 30), actor="test")
 
     assert "takes its GPU when the first cell is run" in notebook.run("%gpu status").shown
     assert "Nothing was leased yet" in notebook.run("%gpu cost").shown
@@ -412,16 +425,33 @@ def test_a_lease_nobody_uses_runs_out_and_its_kernel_with_it(room: Room) -> None
     wait_until(room.nothing_is_left)
 
 
-def test_a_kernel_that_is_killed_gives_its_gpu_back_and_the_next_one_says_so(room: Room) -> None:
+def test_a_kernel_that_is_killed_gives_its_gpu_back_and_the_next_one_says_so(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the weakest containment there is, where nothing but its own environment tells a kernel that it is leased."""
+    forced = Path(forced_command.__file__)
+    monkeypatch.setattr(command, "SUPERVISOR", (sys.executable, str(forced), "subreaper"))
     notebook = room.open()
-    notebook.run("import subprocess; left = subprocess.Popen(['sleep', '600'], start_new_session=True)")
+    ran = notebook.run("%%gpu --vram 99GB\nimport os, subprocess\nhere = os.getpid()")
+    assert ran.status == "ok", ran.error
+    notebook.run("left = subprocess.Popen(['sleep', '600'], start_new_session=True)")
+    pid = int(notebook.run("left.pid").result)
     provisioner: Any = notebook.manager.provisioner
+    assert provisioner.pid == int(notebook.run("here").result)
     row = only(room.live())
+
+    notebook.run(
+        "import time; get_ipython().kernel.link._socket.shutdown(2); print('begun'); time.sleep(600)",
+        until=lambda ran: "begun" in ran.stdout,
+    )
+    wait_until(lambda: not only(room.live()).busy)  # who cannot say that it works is not renewed
+
     os.kill(provisioner.pid, signal.SIGKILL)
     wait_until(lambda: not notebook.manager.is_alive())
     wait_until(lambda: not room.live())
     receipt = receipt_of(room, row.id)
-    assert receipt.proven, receipt
+    assert (receipt.proven, receipt.containment) == (True, "subreaper")
+    assert process_is_gone(pid)
     assert provisioner._last_words == kernel_words.crashed(137)
     assert "killed by SIGKILL" in kernel_words.crashed(137)
     notebook.close()
@@ -438,7 +468,7 @@ def test_a_server_that_is_killed_takes_the_kernel_and_its_lease_along(room: Room
     specs = room.specs()
     code = f"""
         import time
-        from jupyter_client import KernelManager
+        from jupyter_client import AsyncKernelManager, KernelManager
         from jupyter_client.kernelspec import KernelSpecManager
         specs = KernelSpecManager(kernel_dirs={specs.kernel_dirs!r}, ensure_native_kernel=False)
         manager = KernelManager(kernel_name="leased", kernel_spec_manager=specs)
@@ -463,6 +493,29 @@ def test_a_server_that_is_killed_takes_the_kernel_and_its_lease_along(room: Room
     wait_until(lambda: all((path / "exit.json").exists() for path in kept.iterdir()))
     leased_kernel._sweep(kept)
     assert list(kept.iterdir()) == []
+
+
+def test_a_warning_of_the_machine_reaches_the_kernel(
+    room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBLET_NOTICES", "notice_file")
+    monkeypatch.setenv("SUBLET_NOTICE_FILE", str(tmp_path / "notice"))
+    watching = kernel_lease._Machine()
+    monkeypatch.setattr(kernel_lease, "machine", watching)
+    notebook = room.open()
+    notebook.run("import sublet, time")
+    number = notebook.client.execute("while not sublet.lease().warned: time.sleep(0.01)")
+    now = CLOCK.monotonic_us()
+    gone = Notice(source="gce", reason="the VM is taken back", deadline_us=now + 30_000_000)
+    write_notice(tmp_path / "notice", gone, now)
+    ran = notebook.follow(number)
+    assert "s (the VM is taken back). This kernel ends with it: save what you need now." in ran.stderr
+    told = notebook.run("import os; print(open(os.environ['SUBLET_NOTICE_FILE']).read())").stdout
+    assert json.loads(told)["reason"] == "the VM is taken back"
+    notebook.close()
+    assert watching._kernels == set()
+    assert watching._alarms is not None
+    watching._alarms.close()
 
 
 # --- other ways to start it ----------------------------------------------------------------------------------------
@@ -494,6 +547,37 @@ def test_a_kernel_json_without_the_leasing_class_is_refused(room: Room) -> None:
     with pytest.raises(BadInput, match="never ask for its lease") as refused:
         manager.start_kernel()
     assert leased_kernel.KERNEL_CLASS in refused.value.remedy
+
+
+def test_a_start_that_was_given_up_leaves_nothing(room: Room) -> None:
+    kept = room.home.settings.home / "run" / "kernels"
+
+    async def server() -> None:
+        manager = AsyncKernelManager(kernel_name="leased", kernel_spec_manager=room.specs())
+        starting = asyncio.ensure_future(manager.start_kernel())
+        while not (kept.is_dir() and list(kept.iterdir())):
+            await asyncio.sleep(0.001)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(server())
+    wait_until(lambda: not list(kept.iterdir()))
+    wait_until(room.nothing_is_left)
+
+
+@pytest.mark.parametrize("said", [{}, {"transport": "tcp"}, {"ip": "0.0.0.0"}])
+def test_messages_go_through_a_unix_socket_unless_somebody_said_otherwise(
+    room: Room, said: dict[str, str]
+) -> None:
+    manager = KernelManager(
+        kernel_name="leased", kernel_spec_manager=room.specs(), config=Config(KernelManager=said)
+    )
+    manager.pre_start_kernel()
+    assert manager.transport == ("tcp" if said else "ipc")
+    written = json.loads(Path(manager.connection_file).read_text())
+    assert written["transport"] == manager.transport
+    manager.cleanup_resources()
 
 
 def test_started_without_a_provisioner_it_is_a_plain_kernel_and_says_so(room: Room) -> None:
