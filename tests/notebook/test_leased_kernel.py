@@ -351,6 +351,7 @@ def test_a_revoked_kernel_is_warned_ended_and_restarted_under_a_new_lease(
             await hear(client, number, ran, lambda: "GPU session ended" in ran.stderr)
             assert "GPU session ends in 2 s (revoked: for a test). This kernel ends with it" in ran.stderr
             assert "GPU session ended (revoked: for a test)." in ran.stderr
+            assert ran.stderr.count("GPU session ends in") == 1, "said once"
             assert "it knows" in ran.stdout
             while not process_is_gone(row.holder.pid) or not await manager.is_alive():
                 await asyncio.sleep(0.02)
@@ -441,6 +442,15 @@ def test_a_kernel_that_is_killed_gives_its_gpu_back_and_the_next_one_says_so(
     row = only(room.live())
 
     notebook.run(
+        "from sublet import inside; inside.write_deadline(get_ipython().kernel.link.tenancy.page, 0)"
+    )
+    late = notebook.run("too_late = 1")
+    assert "GpuSessionEnded" in late.error, "after its deadline nothing new is begun (L6)"
+    notebook.run("link = get_ipython().kernel.link", silent=True)
+    notebook.run("inside.write_deadline(link.tenancy.page, 2**62)", silent=True)
+    assert notebook.run("'too_late' in globals()").result == "False"
+
+    notebook.run(
         "import time; get_ipython().kernel.link._socket.shutdown(2); print('begun'); time.sleep(600)",
         until=lambda ran: "begun" in ran.stdout,
     )
@@ -481,7 +491,8 @@ def test_a_server_that_is_killed_takes_the_kernel_and_its_lease_along(room: Room
         print("up", manager.provisioner.pid, flush=True)
         time.sleep(600)
     """
-    child = room.home.start(code)
+    sockets = Path(os.environ["JUPYTER_RUNTIME_DIR"])
+    child = room.home.start(code, JUPYTER_RUNTIME_DIR=str(sockets))
     assert child.stdout is not None
     words = child.stdout.readline().split()
     row = only(room.live())
@@ -491,8 +502,9 @@ def test_a_server_that_is_killed_takes_the_kernel_and_its_lease_along(room: Room
     wait_until(lambda: open_ledger(room.home.settings).look(row.id).lease.settled_at)
     kept = room.home.settings.home / "run" / "kernels"
     wait_until(lambda: all((path / "exit.json").exists() for path in kept.iterdir()))
+    assert len(list(sockets.glob("sublet-*"))) == 5
     leased_kernel._sweep(kept)
-    assert list(kept.iterdir()) == []
+    assert (list(kept.iterdir()), list(sockets.glob("sublet-*"))) == ([], [])
 
 
 def test_a_warning_of_the_machine_reaches_the_kernel(

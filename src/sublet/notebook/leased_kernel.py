@@ -127,6 +127,7 @@ class LeasedKernel(LocalProvisioner):
         _sweep(folder.path.parent)
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         folder.make()
+        folder.record(sockets=self.parent.ip if self.parent and self.parent.transport == "ipc" else "")
         environment |= {
             "SUBLET_DISABLE": "1",  # it has its GPU: decorators and %%gpu are plain calls here
             "SUBLET_NOTICE_FILE": str(folder.notice_file),
@@ -244,8 +245,11 @@ def _kernels_folder(settings: Settings) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Of kernels whose server was killed: their supervisors wrote down how they ended."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if RunFolder(path).exit():
-                shutil.rmtree(path, ignore_errors=True)
+    """Of kernels whose server was killed: their supervisors wrote down how they ended. The server's sockets are nobody's then."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        left = RunFolder(path)
+        if left.exit():
+            sockets = str(left.facts().get("sockets", ""))
+            for socket in Path(sockets).parent.glob(f"{Path(sockets).name}-[0-9]*") if sockets else ():
+                socket.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
