@@ -515,15 +515,23 @@ def test_a_warning_of_the_machine_reaches_the_kernel(
     watching = kernel_lease._Machine()
     monkeypatch.setattr(kernel_lease, "machine", watching)
     notebook = room.open()
-    notebook.run("import sublet, time")
-    number = notebook.client.execute("while not sublet.lease().warned: time.sleep(0.01)")
+    begun: Any = lambda ran: "begun" in ran.stdout  # noqa: E731
+    notebook.run(
+        "import sublet, time; print('begun')\nwhile not sublet.lease().warned: time.sleep(0.01)", until=begun
+    )
     now = CLOCK.monotonic_us()
     gone = Notice(source="gce", reason="the VM is taken back", deadline_us=now + 30_000_000)
     write_notice(tmp_path / "notice", gone, now)
-    ran = notebook.follow(number)
+    ran = notebook.follow(notebook.number)
     assert "s (the VM is taken back). This kernel ends with it: save what you need now." in ran.stderr
     told = notebook.run("import os; print(open(os.environ['SUBLET_NOTICE_FILE']).read())").stdout
     assert json.loads(told)["reason"] == "the VM is taken back"
+    kernel: Any = notebook.manager.provisioner
+    notebook.run("print('begun'); time.sleep(0.5)", until=begun)
+    for later_us in (0, -1000, 60_000_000):  # as the keeper has it: read again, and after a renewal
+        idle = Notice(source="keeper", reason="idle: for a test", deadline_us=now + 90_000_000 + later_us)
+        kernel._kernel.warn(idle)
+    assert notebook.follow(notebook.number).stderr.count("(idle: for a test)") == 2
     notebook.close()
     assert watching._kernels == set()
     assert watching._alarms is not None

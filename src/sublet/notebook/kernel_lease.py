@@ -42,7 +42,7 @@ from sublet.wiring import CLOCK, ensure_warden, notice_sources, open_ledger, ope
 
 #: Behind the socket and the pipe: how often the kernel is looked at anyway.
 LOOK_MS = 1000
-#: A warning whose deadline came nearer by less is not worth another line.
+#: The same warning with a deadline this near is the same deadline, read again.
 AGAIN_US = 500_000
 
 
@@ -222,11 +222,13 @@ class KernelLease:
             self._finish()
 
     def _warm_up(self) -> None:
-        """The first cell then finds the ledger open and a warden on its way."""
-        with contextlib.suppress(SubletError, OSError):
+        """The first cell then finds the ledger open and a warden on its way. What does not work now is told where it is needed."""
+        try:
+            machine.tell(self, self._settings)
             open_ledger(self._settings)
             ensure_warden(self._settings, wait=False)
-            machine.tell(self, self._settings)
+        except (SubletError, OSError) as e:
+            self._log.warning("kernel %s: %s", self._name, e)
 
     def _hear(self, pause_ms: int) -> None:
         for fd, _ in self._poller.poll(pause_ms):
@@ -342,9 +344,11 @@ class KernelLease:
         """Called from a thread of the keeper's, or of who watches the machine."""
         if self._lease is None:
             return  # it will be told when it has something to lose
-        final = (
-            notice.source != "keeper"
-        )  # which takes it back when there is work, or the ledger answers again
+        told, self._told = self._told, notice
+        if told and told.reason == notice.reason and abs(told.deadline_us - notice.deadline_us) < AGAIN_US:
+            return
+        # The keeper takes back what it said when there is work, or when the ledger answers again.
+        final = notice.source != "keeper"
         now = CLOCK.monotonic_us()
         if final:
             self._command.warn()
@@ -361,18 +365,21 @@ class KernelLease:
 
     def _finish(self) -> None:
         with contextlib.ExitStack() as last:
-            # Backwards: each is done whatever became of the one before it.
+            # Backwards, and each whatever became of the one before it.
             last.callback(self._close)
             last.callback(shutil.rmtree, self._folder.path, ignore_errors=True)
             last.callback(self._end_command)
-            machine.forget(self)
+            last.callback(self._give_back)
+            last.callback(machine.forget, self)
             if not self._expected:
                 self.words = self._why(self._left)
                 if self.words:
                     self._log.warning("kernel %s: %s", self._name, self.words)
-            if self._lease is not None:
-                with contextlib.suppress(SubletError):
-                    self._lease.release()
+
+    def _give_back(self) -> None:
+        if self._lease is not None:
+            with contextlib.suppress(SubletError):
+                self._lease.release()
 
     def _end_command(self) -> None:
         self._command.end("the kernel is not wanted any more")

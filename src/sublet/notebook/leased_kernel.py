@@ -67,6 +67,7 @@ class LeasedKernel(LocalProvisioner):
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         self._settings = settings = _settings_for(kwargs.get("env") or os.environ)
         if settings.disabled:
+            self._request = None
             return await super().pre_launch(**kwargs)
         if KERNEL_CLASS not in self.kernel_spec.argv:
             raise BadInput(
@@ -80,12 +81,7 @@ class LeasedKernel(LocalProvisioner):
     def _prefer_unix_sockets(self) -> None:
         """On loopback, any user of the machine could read what goes through a TCP port. Who configured a transport keeps it."""
         manager = self.parent
-        if (
-            manager is None
-            or self._kernel is not None
-            or manager.transport != "tcp"
-            or manager.ip != localhost()
-        ):
+        if manager is None or manager.transport != "tcp" or manager.ip != localhost():
             return
         if any(
             {"transport", "ip"} & set(manager.config.get(kind.__name__, {})) for kind in type(manager).__mro__
