@@ -19,6 +19,8 @@ class OneLease:
 
     status = "active"
 
+    def yield_when_idle(self) -> None: ...
+
     def run_many(self, function: Any, calls: list[Any]) -> list[tuple[bool, Any]]:
         return [(True, function(*args, **kwargs)) for args, kwargs in calls]
 

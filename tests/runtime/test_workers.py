@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -271,6 +274,69 @@ def test_a_worker_that_ran_out_between_calls_is_replaced(sqlite_home: Home) -> N
     assert wiring.open_ledger(sqlite_home.settings).look(held.lease.id).lease.reason is EndReason.EXPIRED
     count()  # no error: nothing had been sent to the old one
     assert len(wiring.open_ledger(sqlite_home.settings).leases(live_only=False)) == 2
+
+
+def test_a_warm_worker_goes_at_once_when_somebody_waits(home: Home) -> None:
+    """Its grace is for work in flight; there is none, so nobody waits for its end."""
+    ledger = wiring.open_ledger(home.settings)
+    ledger.set_policy(replace(ledger.policy(), idle_after_us=300_000, grace_us=60_000_000), actor="test")
+    where = sublet.on_gpu(vram="16GiB", ttl="10m")(lambda: os.environ["SUBLET_LEASE_ID"])
+    first = where()
+    began = time.monotonic()
+    with sublet.gpu(vram="16GiB", ttl="1m", wait="30s", holder="worker") as lease:
+        assert time.monotonic() - began < 20  # not the grace
+        idle = ledger.look(first).lease
+        assert idle.reason is EndReason.IDLE
+        wait_until(lambda: process_is_gone(idle.holder.pid))
+    assert where() not in (first, lease.id)
+
+
+def test_a_call_in_flight_keeps_its_grace(sqlite_home: Home) -> None:
+    """And when it is over, within the grace, the GPU goes at once."""
+    ledger = wiring.open_ledger(sqlite_home.settings)
+
+    def busy() -> str:
+        time.sleep(1.0)
+        return "whole"
+
+    with ThreadPoolExecutor(1) as pool:
+        slow = sublet.on_gpu(vram="16GiB", ttl="10m")(busy)
+        call = pool.submit(slow)
+        wait_until(
+            lambda: [a for a in ledger.leases() if a.lease.busy and a.lease.state is LeaseState.ACTIVE]
+        )
+        (held,) = ledger.leases()
+        ledger.revoke(
+            held.lease.id, reason=EndReason.REVOKED, detail="test", grace_us=60_000_000, actor="test"
+        )
+        assert call.result(30) == "whole"
+    assert ledger.look(held.lease.id).lease.state is LeaseState.ENDED
+
+
+def test_a_call_that_meets_the_giving_back_takes_a_new_worker(sqlite_home: Home) -> None:
+    """Whichever comes first, nothing is lost: the call runs, once, in this worker or the next."""
+    ledger = wiring.open_ledger(sqlite_home.settings)
+    ran = sqlite_home.settings.home / "ran"
+
+    def note(turn: int) -> int:
+        with open(ran, "a") as file:
+            file.write(f"{turn}\n")
+        return turn
+
+    noted = sublet.on_gpu(vram="1GiB", ttl="10m")(note)
+    for turn in range(12):
+        assert noted(turn) == turn
+        time.sleep(0.002 * (turn % 4))
+        for answer in ledger.leases():
+            with contextlib.suppress(sublet.LeaseLost, sublet.BadInput):
+                ledger.revoke(
+                    answer.lease.id,
+                    reason=EndReason.REVOKED,
+                    detail="test",
+                    grace_us=60_000_000,
+                    actor="test",
+                )
+    assert ran.read_text().split() == [str(turn) for turn in range(12)]
 
 
 def test_a_long_call_is_renewed(sqlite_home: Home) -> None:
