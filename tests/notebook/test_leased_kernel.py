@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import nbformat
 import pytest
@@ -38,6 +38,7 @@ from sublet.wiring import CLOCK, open_ledger
 from tests.hosting import forced_command
 from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
 
+One = TypeVar("One")
 KERNELSPEC = Path(leased_kernel.__file__).parent / "kernelspec" / "kernel.json"
 SECONDS = 60
 
@@ -194,7 +195,7 @@ def notebook(room: Room) -> Iterator[Notebook]:
     made.close()
 
 
-def only(rows: list[LeaseRow]) -> LeaseRow:
+def only(rows: list[One]) -> One:
     assert len(rows) == 1
     return rows[0]
 
@@ -226,7 +227,7 @@ def test_a_kernel_takes_its_gpu_with_its_first_cell_and_gives_it_back_at_shutdow
         left = notebook.follow(notebook.number)
         assert "interrupted while it waited for a GPU; the cell was not run" in left.error
         wait_until(lambda: not [row for row in room.leases() if row.state is LeaseState.WAITING])
-    assert notebook.run("'ran' in globals()").result == "False"
+    assert notebook.run("'ran' in globals(), hidden").result == "(False, 1)"
 
     row = only(room.live())
     assert row.tenant == "ada"
@@ -282,6 +283,10 @@ def test_magics_and_decorators_are_plain_in_a_leased_kernel(room: Room, notebook
     assert "goes back when the kernel is restarted or shut down" in notebook.run("%gpu release").shown
     assert "GPU-s so far" in notebook.run("%gpu cost").shown
     assert "leases" in notebook.run("%gpu quota").shown
+    kept = only(list((room.home.settings.home / "run" / "kernels").iterdir()))
+    assert (
+        f"/ipykernel_{kept.name}/" in notebook.run("get_ipython().compile.get_code_name('1', '1', 1)").result
+    )
     assert "already loaded" in notebook.run("%load_ext sublet").stdout
 
 
@@ -437,6 +442,10 @@ def test_a_kernel_that_is_killed_gives_its_gpu_back_and_the_next_one_says_so(
     assert ran.status == "ok", ran.error
     notebook.run("left = subprocess.Popen(['sleep', '600'], start_new_session=True)")
     pid = int(notebook.run("left.pid").result)
+    refused = notebook.run("import sublet; sublet.gpu().acquire()").error
+    assert "BadInput: a leased worker cannot be started inside" in refused.replace("\x1b[31m", "").replace(
+        "\x1b[39m", ""
+    )
     provisioner: Any = notebook.manager.provisioner
     assert provisioner.pid == int(notebook.run("here").result)
     row = only(room.live())

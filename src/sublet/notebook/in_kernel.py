@@ -15,6 +15,7 @@ import os
 import queue
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
+from ipykernel import compiler, debugger
 from ipykernel.ipkernel import IPythonKernel
 
 from sublet import inside, under_lease
@@ -213,6 +215,7 @@ class LeasedIPythonKernel(IPythonKernel):
             os.set_inheritable(int(number), False)  # what a cell starts must not speak for us
             self.link = Link(socket.socket(fileno=int(number)), self._say)
             self.gpu_magics = GpuMagics
+            _name_files_after(os.path.basename(os.path.dirname(os.environ["SUBLET_NOTICE_FILE"])))
             self.shell.input_transformers_cleanup.append(self._refuse)
         elif not os.environ.get("SUBLET_DISABLE"):
             self._words = UNLEASED
@@ -277,6 +280,14 @@ class LeasedIPythonKernel(IPythonKernel):
             f"This kernel is leased as a whole: {format_size(lease.vram_bytes)} on {', '.join(lease.devices)} "
             f"(lease {lease.id}, {self.link.tier}). Without a running cell it ends in {left}, and the kernel with it."
         )
+
+
+def _name_files_after(kernel: str) -> None:
+    """`ipykernel` names the folder of its cells' files after its pid, which is 2 in every PID namespace: users would share one."""
+    folder = os.path.join(tempfile.gettempdir(), f"ipykernel_{kernel}")
+    modules: tuple[Any, ...] = (compiler, debugger)
+    for module in modules:
+        module.get_tmp_directory = lambda: folder
 
 
 def _needs_gpu(code: str) -> bool:
