@@ -216,7 +216,7 @@ class LeasedIPythonKernel(IPythonKernel):
             self.link = Link(socket.socket(fileno=int(number)), self._say)
             self.gpu_magics = GpuMagics
             _name_files_after(os.path.basename(os.path.dirname(os.environ["SUBLET_NOTICE_FILE"])))
-            self.shell.input_transformers_cleanup.append(self._refuse)
+            self.shell.input_transformers_cleanup.extend([self._refuse, _as_it_is])
         elif not os.environ.get("SUBLET_DISABLE"):
             self._words = UNLEASED
 
@@ -280,6 +280,11 @@ class LeasedIPythonKernel(IPythonKernel):
             f"This kernel is leased as a whole: {format_size(lease.vram_bytes)} on {', '.join(lease.devices)} "
             f"(lease {lease.id}, {self.link.tier}). Without a running cell it ends in {left}, and the kernel with it."
         )
+
+
+def _as_it_is(lines: list[str]) -> list[str]:
+    """A cell under %%gpu is a cell like any other here: with `await`, its own lines in a traceback, its own result."""
+    return [f"#{lines[0]}", *lines[1:]] if lines and lines[0].startswith("%%gpu") else lines
 
 
 def _name_files_after(kernel: str) -> None:

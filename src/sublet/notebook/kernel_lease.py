@@ -402,4 +402,4 @@ class KernelLease:
             if lease.seconds_left <= 0:
                 idle = "it was not renewed in time" if self._busy else "idle: no cell was run for its ttl"
                 return kernel_words.restarted(idle)
-        return "" if code == 0 else kernel_words.crashed(code)
+        return "" if code == 0 else kernel_words.crashed(code, leased=lease is not None)

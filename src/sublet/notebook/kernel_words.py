@@ -37,7 +37,7 @@ def restarted(reason: str) -> str:
     return f"GPU session ended ({reason}). The kernel was restarted: run your cells again, they reacquire a GPU. {SAFE}"
 
 
-def crashed(code: int | None) -> str:
+def crashed(code: int | None, *, leased: bool) -> str:
     """In the first cell of the next kernel, when the lease was not to blame."""
     how = "its supervisor was killed"
     if code is not None:
