@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
@@ -66,8 +66,9 @@ class Link:
         self._say = say
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._asking = threading.Lock()
-        self._cells = 0
-        self._counting = threading.Lock()
+        self._working: set[int] = set()  # threads with a cell
+        self._changing = threading.Lock()
+        self._closed = False
         self._number = 0
         self._notice: dict[str, Any] | None = None
         self.tenancy: inside.Tenancy | None = None
@@ -78,23 +79,27 @@ class Link:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        self._count(1)
+        """By thread, not by number: an interrupt at the wrong moment must not leave a kernel busy for ever."""
         try:
+            self._change(self._working.add)
             yield
         finally:
-            self._count(-1)
+            self._change(self._working.discard)
 
-    def _count(self, change: int) -> None:
-        with self._counting:
-            before, self._cells = self._cells, self._cells + change
-            if (before == 0) != (self._cells == 0):
-                self._send(busy=self._cells > 0)
+    def _change(self, how: Callable[[int], None]) -> None:
+        with self._changing:
+            before = bool(self._working)
+            how(threading.get_ident())
+            if bool(self._working) != before:
+                self._send(busy=not before)
 
     def need(self, waiting: Waiting) -> SubletError | None:
         """Waits until there is a lease. What to raise instead of running the cell, or None."""
         with self._asking:
             if self.tenancy is not None:
                 return None if self.tenancy.seconds_left > 0 else GpuSessionEnded(self._over())
+            if self._closed:
+                return LeaseLost(_UNREADABLE)
             self._number += 1
             self._send(want=self._number)
             try:
@@ -130,6 +135,7 @@ class Link:
             except OSError:
                 message = b""
             if not message:
+                self._closed = True
                 self._answers.put({"closed": True})
                 return  # the supervisor ends us
             said = json.loads(message)
@@ -276,10 +282,9 @@ class LeasedIPythonKernel(IPythonKernel):
             return "This kernel is leased as a whole: it takes its GPU when the first cell is run."
         lease = under_lease.lease()
         left = format_duration(int(lease.seconds_left * 1e6))
-        return (
-            f"This kernel is leased as a whole: {format_size(lease.vram_bytes)} on {', '.join(lease.devices)} "
-            f"(lease {lease.id}, {self.link.tier}). Without a running cell it ends in {left}, and the kernel with it."
-        )
+        what = f"{format_size(lease.vram_bytes)} on {', '.join(lease.devices)} (lease {lease.id}, {self.link.tier})"
+        when = f"It ends in {left}" if lease.warned else f"Without a running cell it ends in {left}"
+        return f"This kernel is leased as a whole: {what}. {when}, and the kernel with it."
 
 
 def _as_it_is(lines: list[str]) -> list[str]:
