@@ -47,9 +47,7 @@ class Account:
     """The lines of one notebook, in the order in which they were written."""
 
     def __init__(self) -> None:
-        self._leases: dict[
-            str, Line
-        ] = {}  # an empty line at its grant: what every line of the lease begins as
+        self._leases: dict[str, Line] = {}  # an empty line at the grant: what every line begins as
         self._reached: dict[str, int] = {}  # where the last line of a lease ended
         self._ended: dict[str, int] = {}
         self._lines: list[Line] = []

@@ -1,10 +1,10 @@
-"""What the magics and shell lines of a cell say about names.
+"""What texts in a cell say about names: magics, shell lines, and code in strings.
 
 Rules of this file:
 - A cell arrives transformed: a magic is a call of a method of `get_ipython()` with texts. Only constant texts are read.
-- Text that is Python is followed as Python. Of any other text every identifier may be a name of the notebook.
-- The shell sees names only in `{...}` and after `$`; doubled, they are the shell's own.
-- The body of a cell magic is not transformed: its own magics are, here, when it is not Python as it stands.
+- Text that is Python is followed as Python. Of any other text every identifier may be a name that is read, bound or deleted.
+- The shell sees names only between braces and after `$`. Programs in another language see none.
+- Text that is made up while the cell runs cannot be known here: that is what `--in` is for.
 """
 
 from __future__ import annotations
@@ -12,121 +12,125 @@ from __future__ import annotations
 import ast
 import keyword
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import dedent
 
-#: Run their Python in the notebook itself: what it binds stays.
-_KEEPING = frozenset(["time", "prun", "capture"])
-#: Run their Python and keep none of its names.
-_TIMING = frozenset(["timeit", "memit"])
+#: Run their text as Python, in the notebook or in a function of their own.
+_PYTHON = frozenset(["capture", "prun", "time", "timeit"])
+#: The body of these is a program, or a document, of its own.
+_NOT_PYTHON = frozenset(
+    [
+        "!",
+        "bash",
+        "cmd",
+        "file",
+        "html",
+        "HTML",
+        "javascript",
+        "js",
+        "latex",
+        "markdown",
+        "perl",
+        "ruby",
+        "script",
+        "sh",
+        "svg",
+        "system",
+        "sx",
+        "writefile",
+    ]
+)
 _SHELL = frozenset(["system", "getoutput"])
+#: Functions and methods that are given expressions as text: Python's own, and those of pandas.
+_GIVEN_EXPRESSIONS = frozenset(["eval", "query"])
 
 _WORD = re.compile(r"[^\W\d]\w*")
 _OPTIONS = re.compile(r"(?:\s*--?[A-Za-z][\w-]*(?:\s*=?\s*\d+)?(?=\s|$))+")
-_IN_SHELL = re.compile(r"\{\{|\$\$|\$\{?([^\W\d]\w*)|\{([^{}]*)\}")
-_NESTED = re.compile(r"(\s*(?:[\w.,\s\[\]*]+=)?\s*)([%!]+)\s*(\S*)\s*(.*)")
+_BRACES = re.compile(r"\{.*\}", re.DOTALL)
+_AFTER_DOLLAR = re.compile(r"\$\{?([^\W\d]\w*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one magic reads, runs and binds."""
+    """What one call with texts reads, runs and changes."""
 
     reads: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset()
     body: tuple[ast.stmt, ...] = ()
-    keeps: bool = False  # what the body binds stays in the notebook
+    to_the_end: bool = False  # when the call is over, so is the body: what raises inside goes on outside
+    changes: frozenset[str] = frozenset()  # read, bound or deleted, perhaps
 
 
 def asked(call: ast.Call) -> Asked | None:
-    """None for a call that is no magic, or one whose texts are not known before it runs."""
-    method = call.func
-    if not (
-        isinstance(method, ast.Attribute)
-        and isinstance(method.value, ast.Call)
-        and isinstance(method.value.func, ast.Name)
-        and method.value.func.id == "get_ipython"
-    ):
-        return None
-    texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    if len(texts) != len(call.args):
-        return None
-    match method.attr, texts:
+    """None for a call that has nothing to do with names."""
+    method = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    texts = [
+        part.value
+        for argument in call.args
+        for part in ast.walk(argument)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+    if not _is_of_the_shell(call.func):
+        if method in _GIVEN_EXPRESSIONS:
+            return Asked(reads=identifiers(*texts))
+        return _anything(*texts) if method == "exec" else None
+    match method, texts:
         case name, [text] if name in _SHELL:
-            return Asked(reads=frozenset(_read_by_the_shell(text)))
-        case "run_line_magic", [name, text, *_]:
-            return _line_magic(name, text)
-        case "run_cell_magic", [name, line, text, *_]:
-            return _cell_magic(name, line, text)
+            return Asked(reads=_seen_by_the_shell(text))
+        case "run_line_magic", [name, text] if name in _PYTHON:
+            return _python(text) or _anything(text)
+        case "run_cell_magic", [name, line, text] if name in _PYTHON:
+            return _cell_of_python(name, line, text)
+        case "run_cell_magic", [name, line, text] if name in _NOT_PYTHON:
+            seen = _seen_by_the_shell(text) if name in ("!", "sx", "system") else frozenset()
+            return Asked(reads=seen, changes=identifiers(line))
         case _:
-            return None
+            return _anything(*texts)
 
 
-def identifiers(text: str) -> frozenset[str]:
-    return frozenset(word for word in _WORD.findall(text) if not keyword.iskeyword(word))
+def identifiers(*texts: str) -> frozenset[str]:
+    words = (word for text in texts for word in _WORD.findall(text))
+    return frozenset(w for w in words if w.isidentifier() and not keyword.iskeyword(w) and w != "__debug__")
 
 
-def _line_magic(name: str, text: str) -> Asked:
-    body = _python(text) if name in _KEEPING | _TIMING else None
-    if body is None:
-        return Asked(reads=identifiers(text))
-    return Asked(body=tuple(body), keeps=name in _KEEPING)
+def _is_of_the_shell(method: ast.expr) -> bool:
+    match method:
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"))):
+            return True
+        case _:
+            return False
 
 
-def _cell_magic(name: str, line: str, text: str) -> Asked:
-    reads, writes, before = identifiers(line), frozenset[str](), list[ast.stmt]()
-    if name == "capture":  # its line is where the output goes
-        writes, reads = frozenset(_WORD.findall(_OPTIONS.sub("", line))[:1]), frozenset()
-    elif name in _KEEPING | _TIMING:  # the line of timeit is code that runs first
-        before = _python(line) or []
-        reads = frozenset() if before or not _OPTIONS.sub("", line).strip() else reads
-    body = _python(text)
-    if body is None:
-        return Asked(reads=reads | identifiers(text), writes=writes)
-    return Asked(reads=reads, writes=writes, body=(*before, *body), keeps=name in _KEEPING)
+def _anything(*texts: str) -> Asked:
+    return Asked(changes=identifiers(*texts))
 
 
-def _python(text: str) -> list[ast.stmt] | None:
+def _cell_of_python(name: str, line: str, text: str) -> Asked:
+    run = _python(text) or _anything(text)
+    said = identifiers(_OPTIONS.sub("", line))
+    if name != "capture":  # what stands in the line is code that runs first
+        return Asked(body=run.body, changes=run.changes | said)
+    # It is where the output goes; or went, when the cell ends with a semicolon.
+    after = "del {0}" if text.rstrip().endswith(";") else "{0} = None"
+    kept = [ast.parse(after.format(word)).body[0] for word in sorted(said)]
+    return Asked(body=(*run.body, *kept), changes=run.changes)
+
+
+def _python(text: str) -> Asked | None:
     """The text as Python, without the options before it if need be; None when it is something else."""
-    for attempt in (_plain, _transformed, _without_options):
+    text = dedent(text).strip()
+    options = _OPTIONS.match(text)
+    for attempt in (text, text[options.end() :].strip() if options else text):
         try:
-            return ast.parse(attempt(text)).body
+            tree = ast.parse(attempt)
+            compile(tree, "<magic>", "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
+        if any(isinstance(s, ast.ImportFrom) and s.module == "__future__" for s in tree.body):
+            return None  # cannot stand in the middle of a cell
+        # An option may say that errors do not matter (%time --no-raise-error).
+        return Asked(body=tuple(tree.body), to_the_end=attempt is text)
     return None
 
 
-def _plain(text: str) -> str:
-    return dedent(text).strip()
-
-
-def _without_options(text: str) -> str:
-    return _OPTIONS.sub("", _plain(text), count=1).strip()
-
-
-def _transformed(text: str) -> str:
-    """Its own magics as calls, the way the text around it was transformed."""
-    lines = _plain(text).split("\n")
-    if lines[0].startswith("%%"):
-        name, _, rest = lines[0][2:].partition(" ")
-        return f"get_ipython().run_cell_magic({name!r}, {rest!r}, {chr(10).join(lines[1:])!r})"
-    return "\n".join(_transformed_line(line) for line in lines)
-
-
-def _transformed_line(line: str) -> str:
-    found = _NESTED.fullmatch(line)
-    if found is None:
-        return line
-    before, sign, first, rest = found.groups()
-    if sign.startswith("!"):
-        method = "getoutput" if "=" in before or sign == "!!" else "system"
-        return f"{before}get_ipython().{method}({f'{first} {rest}'!r})"
-    return f"{before}get_ipython().run_line_magic({first!r}, {rest!r})"
-
-
-def _read_by_the_shell(text: str) -> Iterator[str]:
-    for name, expression in _IN_SHELL.findall(text):
-        if name:
-            yield name
-        elif expression:
-            yield from identifiers(expression)
+def _seen_by_the_shell(text: str) -> frozenset[str]:
+    return identifiers(*_BRACES.findall(text)) | frozenset(_AFTER_DOLLAR.findall(text))

@@ -237,6 +237,7 @@ class LocalWorker:
         self._lock = threading.Lock()
         self._over = False  # told to end; nothing is of use any more
         self._serial = 0
+        self._caller = 0  # the thread in whose call the worker is
         self._pid = os.getpid()
         self._ending = ""
         self._supervisor_fd = -1
@@ -327,6 +328,8 @@ class LocalWorker:
                 os.close(pipe.fd)
                 pipe.fd = -1
         if self._shown.fd >= 0:
+            with contextlib.suppress(Exception):
+                self._shown.end(None)
             os.close(self._shown.fd)
             self._shown.fd = -1
         if self._ending and self._supervisor_fd >= 0:
@@ -365,8 +368,14 @@ class LocalWorker:
     ) -> tuple[bool, Any]:
         if self._pid != os.getpid():
             raise WorkerLost("this worker belongs to the parent process")
+        if self._caller == threading.get_ident():
+            raise BadInput(
+                "the worker is in the middle of a call, and what answers its question cannot call it",
+                remedy="answer first, and call when the call is over",
+            )
         with self._lock:
             try:
+                self._caller = threading.get_ident()
                 if self._ending or self._channel.fileno() < 0:
                     raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
                 self._serial += 1
@@ -375,6 +384,7 @@ class LocalWorker:
                 kind, value = self._await(parcel, manner)
                 return kind == worker.RESULT, value
             finally:
+                self._caller = 0
                 if self._over:
                     self._let_go()
 
@@ -411,13 +421,13 @@ class LocalWorker:
                     if kind == worker.ASKED:
                         self._answer(parts, serial, manner)
                     elif arrived:
-                        self._shown.drain(manner.screen)
+                        self._show_rest(manner)
                         if kind != worker.NOT_BEGUN:
                             self._shipped.took(parcel)
+                        if interrupted and not obeyed:
+                            self._obeyed(OBEY_MS)
                         if not interrupted or manner.returns_when_interrupted:
                             return kind, unpack(parts)
-                        if not obeyed:
-                            self._obeyed(OBEY_MS)
                         raise KeyboardInterrupt
                     del parts
                 elif self._control.fileno() in fds:
@@ -442,14 +452,25 @@ class LocalWorker:
                     self._obeyed(OBEY_MS)
                 raise
 
+    def _show_rest(self, manner: _Manner) -> None:
+        """Of a call whose answer is here. An interrupt is too late for it, and the answer counts."""
+        while True:
+            try:
+                self._shown.drain(manner.screen)
+                return
+            except KeyboardInterrupt:
+                if not manner.returns_when_interrupted:
+                    raise
+
     def _answer(self, parts: list[memoryview], serial: int, manner: _Manner) -> None:
         """What the call asks in its middle. One that nobody waits for any more is told nothing."""
-        answered = None
+        number, question = unpack(parts)
+        told = pack((number, False, None))
         try:
             if serial == self._serial and manner.answer is not None:
-                answered = manner.answer(unpack(parts))
+                told = pack((number, True, manner.answer(question)))
         finally:  # it waits for nothing else
-            self._channel.send(worker.ANSWERED, pack(answered), serial)
+            self._channel.send(worker.ANSWERED, told, serial)
 
     def _obeyed(self, wait_ms: int) -> bool:
         """The supervisor has sent the interrupt, so that it cannot hit a later call. False: it said something else, or nothing."""
@@ -468,7 +489,7 @@ class LocalWorker:
             with contextlib.suppress(Exception):
                 pipe.relay()
         with contextlib.suppress(Exception):
-            self._shown.drain(screen)
+            self._shown.end(screen)
         self._ending = self._ending or self._why()
         return WorkerLost(f"the worker ended: {self._ending}", begun=begun)
 

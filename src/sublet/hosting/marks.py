@@ -32,7 +32,12 @@ def mark(parts: Pickled) -> bytes:
 def is_large_array(value: Any) -> bool:
     """Memory and nothing else: to send it again is as cheap as to look whether it changed, and nobody can tell the difference."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray and value.nbytes >= LARGE_BYTES
+    return (
+        numpy is not None
+        and type(value) is numpy.ndarray
+        and value.nbytes >= LARGE_BYTES
+        and not value.dtype.hasobject
+    )
 
 
 def packed(parts: Pickled) -> Sequence[Any]:

@@ -24,6 +24,8 @@ import cloudpickle  # type: ignore[import-untyped]
 
 #: The pickle itself, then its buffers.
 Pickled = list[memoryview]
+#: The objects a pickle was made of, by id: where in it each first stands, and itself.
+Seen = dict[int, tuple[int, Any]]
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _ATOMS = frozenset(ATOMS)
@@ -37,6 +39,19 @@ def pack(value: Any, met: list[FunctionType] | None = None) -> Pickled:
     file = io.BytesIO()
     _Pickler(file, buffers, met).dump(value)
     return [file.getbuffer(), *(b.raw() for b in buffers)]
+
+
+def pack_seen(value: Any, met: list[FunctionType] | None = None) -> tuple[Pickled, Seen]:
+    """Also every object that was met on the way."""
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    pickler: Any
+    if is_plain(value):
+        pickler = pickle.Pickler(file, 5, buffer_callback=buffers.append)
+    else:
+        pickler = _Pickler(file, buffers, met)
+    pickler.dump(value)
+    return [file.getbuffer(), *(b.raw() for b in buffers)], pickler.memo.copy()
 
 
 def pack_plain(value: Any) -> Pickled:
@@ -115,7 +130,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         if kind is FunctionType and value.__name__ == "_rebuild_tensor_v3":
             return _rebuild_new_dtypes, ()
-        if isinstance(value, type):
+        if issubclass(kind, type):  # not `isinstance`: what an object says it is may be anything
             reduced = super().reducer_override(value)
             if reduced is not NotImplemented and len(reduced) == 6:
                 maker, made_of, state, _, _, setter = reduced

@@ -1,125 +1,237 @@
 """What a cell shows: its output and its displays, in the one order in which they were made.
 
 Rules of this file:
-- One pipe carries frames: text of standard output, text of standard error, things to show. A frame is never torn: signals wait until
-  it is written, and threads wait for each other.
-- The worker's end is the cell's `sys.stdout` and `sys.stderr`. What C code writes to descriptors 1 and 2 comes by the worker's other
-  pipes, in its own order.
+- One pipe carries frames: text of standard output, text of standard error, things to show. One thread of the worker writes them, so
+  that nothing that happens to the code that prints (an interrupt, a handler that prints itself, a finalizer) can tear one.
+- Whoever prints waits only when much is waiting to be read. Nobody reads between two cells: a thread that goes on printing then waits
+  for the next.
+- A forked child has no part in the pipe: what it prints goes to descriptors 1 and 2, as does what C code writes. They come by the
+  worker's other pipes, in their own order.
+- What was taken off the pipe is shown once. When showing fails, the rest waits for the next who shows.
 """
 
 from __future__ import annotations
 
+import _thread
 import codecs
+import contextlib
 import io
 import itertools
 import os
 import pickle
-import signal
+import queue
 import struct
+import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from sublet.core.errors import BadInput
 from sublet.ports.worker import Screen
 
 OUT, ERR, SHOW = 1, 2, 3
 _HEADER = struct.Struct("<BI")
-#: So much text, or so long, waits for more of it.
-_PIECE = 1 << 14
-_PAUSE_SECONDS = 0.01
+#: Text is cut into frames of at most this: it appears while more of it is on its way.
+_PIECE = 1 << 20
+#: So many writes, or one so large, wait until they are read.
+_WAITING_MOST = 1000
+_LARGE = 1 << 14
 _CHUNK = 1 << 18
 _DRAIN_MOST = 64
-_HELD_BACK = {signal.SIGINT, signal.SIGTERM}
 _STREAMS = {OUT: "stdout", ERR: "stderr"}
+#: A display larger than this would not fit its frame.
+SHOWN_MOST_BYTES = (1 << 32) - 1
+#: A kind and its bytes.
+_Item = tuple[int, bytes]
 
 
 # --- in the worker -------------------------------------------------------------------------------------------
 
 
 class Frames:
-    """The worker's end. Text waits a moment for more, so that many small lines are few frames."""
+    """The worker's end."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._in_child = False
         self._begin()
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()
-        self._waiting: list[tuple[int, bytes]] = []
-        self._waiting_bytes = 0
-        self._written_at = 0.0
-        self._wanted = threading.Event()
-        self._flusher: threading.Thread | None = None
+        # A SimpleQueue may be put into from anywhere, also from a signal handler that runs in the middle of another put.
+        self._waiting: queue.SimpleQueue[_Item | threading.Lock] = queue.SimpleQueue()
+        self._writing = threading.Lock()
+        self._started = False
+        self._writer = 0
 
     def after_fork(self) -> None:
-        """In a child of the user's: what waits is the parent's to write, and so is its lock."""
+        """In a child of the user's: what waits is the parent's to write, and so is the pipe."""
+        self._in_child = True
         self._begin()
 
     def text(self, kind: int, data: bytes) -> None:
-        with self._lock:
-            self._waiting.append((kind, data))
-            self._waiting_bytes += len(data)
-            if self._waiting_bytes >= _PIECE or time.monotonic() - self._written_at >= _PAUSE_SECONDS:
-                self.flush()
-            elif not self._wanted.is_set():
-                self._wanted.set()
-                if self._flusher is None:
-                    self._flusher = threading.Thread(
-                        target=self._flush_behind, name="sublet-shows", daemon=True
-                    )
-                    self._flusher.start()
+        if self._in_child:
+            _write_all(kind, data)
+            return
+        self._waiting.put((kind, data))
+        if not self._started:
+            self._start_writer()
+        if len(data) >= _LARGE or self._waiting.qsize() > _WAITING_MOST:
+            self.flush()
 
     def show(self, what: Mapping[str, Any]) -> None:
-        with self._lock:
-            self.flush()
-            self._write([_HEADER.pack(SHOW, len(data := pickle.dumps(what, 5))), data])
+        data = pickle.dumps(what, 5)
+        if len(data) > SHOWN_MOST_BYTES:
+            raise BadInput(
+                f"a display of {len(data)} bytes is too large to be shown; nothing of it was",
+                remedy="show less of it, or save it to a file",
+            )
+        if self._in_child:
+            plain = what["data"].get("text/plain") if isinstance(what.get("data"), Mapping) else None
+            _write_all(OUT, f"{plain}\n".encode() if plain is not None else b"")
+            return
+        self._waiting.put((SHOW, data))
+        self.flush()
 
     def flush(self) -> None:
-        with self._lock:
-            if not self._waiting:
-                return
-            waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-            parts: list[bytes] = []
-            for kind, of_kind in itertools.groupby(waiting, key=lambda frame: frame[0]):
-                text = b"".join(data for _, data in of_kind)
-                parts += (_HEADER.pack(kind, len(text)), text)
-            self._write(parts)
-            self._written_at = time.monotonic()
+        """Returns when everything put before is in the pipe."""
+        if self._in_child or (not self._started and self._waiting.empty()):
+            return
+        if threading.get_ident() == self._writer or sys.is_finalizing():
+            return  # something finalized there printed, and it cannot wait for itself; or it is gone already
+        reached = threading.Lock()
+        reached.acquire()
+        self._waiting.put(reached)
+        if not self._started:
+            self._start_writer()
+        reached.acquire()
 
-    def _write(self, parts: list[bytes]) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
-        try:
-            frame = memoryview(b"".join(parts))
-            while frame:
-                frame = frame[os.write(self._fd, frame) :]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def _start_writer(self) -> None:
+        """Before it is noted: an interrupt between the two means a second one, which has nothing to do."""
+        _thread.start_new_thread(self._write, ())
+        self._started = True
 
-    def _flush_behind(self) -> None:
-        wanted = self._wanted
+    def _write(self) -> None:
+        """For as long as the process lives. What arrives while a frame is written is the next one."""
+        if not self._writing.acquire(blocking=False):
+            return
+        self._writer = threading.get_ident()
+        waiting = self._waiting
         while True:
-            wanted.wait()
-            time.sleep(_PAUSE_SECONDS)
-            wanted.clear()
-            self.flush()
+            items = [waiting.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(items) <= _WAITING_MOST:
+                    items.append(waiting.get_nowait())
+            texts: list[_Item] = []
+            for item in items:
+                if isinstance(item, tuple):
+                    texts.append(item)
+                else:  # somebody waits for what was put before it
+                    self._write_frames(texts)
+                    texts = []
+                    item.release()
+            self._write_frames(texts)
+            del items, texts, item
 
-    def stream(self, kind: int) -> TextIO:
-        raw = io.BufferedWriter(_Raw(self, kind), _PIECE)
-        return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    def _write_frames(self, items: list[_Item]) -> None:
+        if items:
+            with contextlib.suppress(OSError):  # nobody is there to read it any more
+                _write_fd(self._fd, _framed(items))
+
+    def stream(self, kind: int) -> _Stream:
+        return _Stream(self, kind)
 
 
-class _Raw(io.RawIOBase):
+def _framed(items: list[_Item]) -> bytes:
+    parts: list[bytes] = []
+    for kind, of_kind in itertools.groupby(items, key=lambda item: item[0]):
+        if kind == SHOW:
+            for _, data in of_kind:
+                parts += (_HEADER.pack(SHOW, len(data)), data)
+            continue
+        text = b"".join([data for _, data in of_kind])
+        for at in range(0, len(text), _PIECE):
+            piece = text[at : at + _PIECE]
+            parts += (_HEADER.pack(kind, len(piece)), piece)
+    return b"".join(parts)
+
+
+def _write_all(kind: int, data: bytes) -> None:
+    """In a child: plainly."""
+    _write_fd(1 if kind == OUT else 2, data)
+
+
+def _write_fd(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+class _Stream(io.TextIOBase):
+    """A cell's `sys.stdout` or `sys.stderr`. Nothing is kept here: also a line without an end appears at once."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, frames: Frames, kind: int) -> None:
+        self._frames, self._kind = frames, kind
+        self.buffer = _Bytes(frames, kind)
+
+    @property
+    def name(self) -> str:
+        return f"<{_STREAMS[self._kind]}>"
+
+    @property
+    def line_buffering(self) -> bool:
+        return True
+
+    def reconfigure(self, **_: Any) -> None:
+        """Programs ask for UTF-8 or for line buffering: it is so already."""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        """For what a subprocess prints."""
+        return self._kind
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if text:
+            self._frames.text(self._kind, text.encode("utf-8", "backslashreplace"))
+        return len(text)
+
+    def flush(self) -> None:
+        self._frames.flush()
+
+    def close(self) -> None:
+        """The next cell prints here too."""
+
+
+class _Bytes(io.RawIOBase):
+    """The stream's `buffer`."""
+
     def __init__(self, frames: Frames, kind: int) -> None:
         self._frames, self._kind = frames, kind
 
     def writable(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return self._kind
+
     def write(self, data: Any) -> int:
-        text = bytes(data)
-        self._frames.text(self._kind, text)
+        text = bytes(memoryview(data).cast("B"))
+        if text:
+            self._frames.text(self._kind, text)
         return len(text)
+
+    def flush(self) -> None:
+        self._frames.flush()
+
+    def close(self) -> None:
+        pass
 
 
 # --- in the process that called ------------------------------------------------------------------------------
@@ -133,6 +245,7 @@ class ScreenPipe:
         self.fd = fd
         self._fallback = fallback
         self._unread = bytearray()
+        self._frames: deque[tuple[int, bytes]] = deque()  # taken off the pipe, not shown yet
         self._decoders = {kind: codecs.getincrementaldecoder("utf-8")("replace") for kind in _STREAMS}
 
     def relay(self, screen: Screen | None) -> bool:
@@ -140,10 +253,10 @@ class ScreenPipe:
         try:
             chunk = os.read(self.fd, _CHUNK)
         except BlockingIOError:
-            return True
-        self._unread += chunk
+            chunk = None
+        self._take(chunk or b"")
         self._show(screen or self._fallback)
-        return bool(chunk)
+        return chunk != b""
 
     def drain(self, screen: Screen | None) -> None:
         """Everything written so far. A thread that goes on writing is not followed for ever."""
@@ -154,34 +267,54 @@ class ScreenPipe:
                 break
             if not chunk:
                 break
-            self._unread += chunk
+            self._take(chunk)
         self._show(screen or self._fallback)
 
-    def _show(self, screen: Screen) -> None:
-        at, text_kind = 0, 0
-        text: list[str] = []
-        size = len(self._unread)
-        frames: list[tuple[int, bytes]] = []
+    def end(self, screen: Screen | None) -> None:
+        """Nobody writes any more: also what is there of a frame that was cut off, and half of a character."""
+        self.drain(screen)
+        if len(self._unread) >= _HEADER.size and self._unread[0] in _STREAMS:
+            self._frames.append((self._unread[0], bytes(self._unread[_HEADER.size :])))
+        self._unread.clear()
+        self._show(screen or self._fallback)
+        for kind, decoder in self._decoders.items():
+            if rest := decoder.decode(b"", final=True):
+                (screen or self._fallback).text(_STREAMS[kind], rest)
+
+    def _take(self, chunk: bytes) -> None:
+        self._unread += chunk
+        at, size = 0, len(self._unread)
         while size - at >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._unread, at)
             if size - at - _HEADER.size < length:
                 break
             at += _HEADER.size
-            frames.append((kind, bytes(self._unread[at : at + length])))
+            with memoryview(self._unread) as whole:
+                self._frames.append((kind, bytes(whole[at : at + length])))
             at += length
-        del self._unread[:at]  # before anything is shown: showing may raise, and nothing is shown twice
-        for kind, data in frames:
-            if kind != text_kind and text:
-                screen.text(_STREAMS[text_kind], "".join(text))
-                text = []
+        del self._unread[:at]
+
+    def _show(self, screen: Screen) -> None:
+        frames = self._frames
+        while frames:
+            kind, data = frames.popleft()  # before it is shown: showing may raise, and nothing is shown twice
             if kind == SHOW:
-                text_kind = 0
-                screen.show(pickle.loads(data))
-            else:
-                text_kind = kind
-                text.append(self._decoders[kind].decode(data))
-        if text:
-            screen.text(_STREAMS[text_kind], "".join(text))
+                self._show_one(screen, data)
+                continue
+            parts = [data]
+            while frames and frames[0][0] == kind:
+                parts.append(frames.popleft()[1])
+            if text := self._decoders[kind].decode(b"".join(parts)):
+                screen.text(_STREAMS[kind], text)
+
+    @staticmethod
+    def _show_one(screen: Screen, data: bytes) -> None:
+        try:
+            what = pickle.loads(data)
+        except Exception as e:  # made of something that is not installed here
+            screen.text("stderr", f"A display of the cell cannot be shown here: {type(e).__name__}: {e}\n")
+            return
+        screen.show(what)
 
 
 class PlainScreen:

@@ -11,15 +11,14 @@ Rules of this file:
 
 from __future__ import annotations
 
-import dis
 import hashlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+from sublet.core.cell_flow import names_of_code
 from sublet.core.errors import BadInput
 from sublet.hosting.pickling import ATOMS, Pickled, is_plain, main_globals, pack, pack_plain, pack_whole
 
@@ -33,17 +32,6 @@ News = list[tuple[int | str, bytes]]
 
 #: The traits of what the worker imports for itself: nothing of it can change from here.
 _BY_NAME = ("by name",)
-_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-
-
-@lru_cache(maxsize=512)
-def global_names(code: CodeType) -> tuple[str, ...]:
-    """Every global name the code reads, also in functions defined inside it."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in _READS}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= set(global_names(constant))
-    return tuple(sorted(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +120,7 @@ class Shipped:
             function = met.pop()
             if function.__globals__ is not space:
                 continue
-            for name in global_names(function.__code__):
+            for name in names_of_code(function.__code__):
                 if name in seen:
                     continue
                 seen.add(name)

@@ -21,9 +21,10 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
@@ -66,6 +67,9 @@ class Failure:
 _page: mmap.mmap | None = None
 _channel: Channel | None = None
 _serial = 0
+_questions = 0
+#: Calls that arrived where an answer was waited for.
+_put_back: list[tuple[int, list[memoryview]]] = []
 #: Where output goes that has to stay in one order with displays: see `hosting/screen.py`.
 screen_fd = -1
 #: What SIGINT does while user code runs. Between calls it is ignored: it was meant for one that is over.
@@ -93,17 +97,40 @@ def move_in(terms: Terms) -> int:
 
 
 def ask_caller(question: Any) -> Any:
-    """In the middle of a call: ask the process that made it. Only from the thread the call runs in."""
+    """In the middle of a call: ask the process that made it. Raises KeyboardInterrupt when it does not wait for the call any more."""
+    global _questions
     assert _channel is not None
-    # An interrupt between question and answer would leave the answer to be taken for the next call.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("only the thread the call runs in can ask the process that made it")
+    _questions += 1
+    asked = _questions
+    packed = pack((asked, question))
+    with _interrupts_held_back():
+        _channel.send(ASKED, packed, _serial)
+        while True:
+            kind, serial, parts = _channel.receive()
+            if kind == CALL:  # the one that asks was given up
+                _put_back.append((serial, parts))
+                raise KeyboardInterrupt
+            number, answered, answer = unpack(parts)
+            if number == asked:
+                break
+    if not answered:
+        raise KeyboardInterrupt
+    return answer
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Not by the thread's signal mask: with more than one thread, a signal is another's, and its handler still runs in this one."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
-        _channel.send(ASKED, pack(question), _serial)
-        kind, _, parts = _channel.receive()
-        assert kind == ANSWERED
-        return unpack(parts)
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def serve(call_fd: int, out_fd: int, err_fd: int, page_fd: int, show_fd: int) -> NoReturn:
@@ -165,8 +192,13 @@ def _loop(channel: Channel) -> None:
     poller = select.poll()
     poller.register(channel.fileno(), select.POLLIN)
     while True:
-        look_briefly(poller)  # for the next call of a loop
-        _, serial, parts = channel.receive()
+        if _put_back:
+            serial, parts = _put_back.pop()
+        else:
+            look_briefly(poller)  # for the next call of a loop
+            kind, serial, parts = channel.receive()
+            if kind != CALL:
+                continue  # the answer to a question that nobody asks any more
         _serial = serial
         try:
             answer, packed = _answer(functions, parts)
@@ -185,10 +217,18 @@ def _answer(functions: dict[int, Callable[..., Any]], parts: list[memoryview]) -
     worker = os.getpid()
     failed = NOT_BEGUN
     try:
+        came: list[int] = []
         try:
-            function, values, several = _prepare(functions, parts)
+            # An interrupt that comes before the user's code runs is kept for it: to import what it needs may take a while.
+            signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+            try:
+                function, values, several = _prepare(functions, parts)
+            finally:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             failed = RAISED
             signal.signal(signal.SIGINT, _on_interrupt)
+            if came:
+                signal.raise_signal(signal.SIGINT)
             result = _call_many(function, values) if several else _call(function, values)
             if os.getpid() == worker:
                 return RESULT, pack(result)

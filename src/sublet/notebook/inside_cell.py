@@ -18,12 +18,12 @@ from types import ModuleType
 from typing import Any
 
 from sublet import inside
-from sublet.core.cell import POINT, Points
+from sublet.core.cell_points import POINT, Points
 from sublet.core.errors import NotDurable
 from sublet.hosting import worker
 from sublet.hosting.marks import mark, packed, unpacked
-from sublet.hosting.pickling import main_globals, pack, pack_whole, unpack, unpack_whole
-from sublet.hosting.shipping import UNSENDABLE
+from sublet.hosting.pickling import Seen, main_globals, pack, pack_seen, pack_whole, unpack, unpack_whole
+from sublet.hosting.shared import changeable, ties, together
 from sublet.notebook.cell_source import take_texts
 from sublet.notebook.worker_shell import CellShell, shell
 from sublet.ports.cell import (
@@ -75,7 +75,7 @@ class _Keeping:
         kept = {name: space[name] for name in self._names}
         try:
             values = packed(pack(kept))
-        except UNSENDABLE as e:
+        except Exception as e:
             raise NotDurable(f"what --keep names could not be saved: {_culprit(kept) or e}") from e
         answer: Saving = worker.ask_caller(Snapshot(values=values, random=cell_random.take()))
         self._saved_at = _now_us()
@@ -159,7 +159,7 @@ def _execute(here: CellShell, order: CellOrder) -> BaseException | None:
 
 
 def _found(
-    space: Mapping[str, Any], before: Mapping[str, Any], marks: Mapping[str, bytes | None], order: CellOrder
+    space: Mapping[str, Any], before: Mapping[str, Any], marks: Mapping[str, bytes], order: CellOrder
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What comes back by name, and what the cell deleted."""
     gone = tuple(sorted(name for name in before if name not in space and is_users(name)))
@@ -171,30 +171,57 @@ def _found(
         for name, value in space.items()
         if is_users(name) and (name not in before or before[name] is not value)
     }
+    same: dict[str, Seen] = {}
     for name, known in marks.items():
-        if name in space and name not in found and (known is None or _mark(space[name]) != known):
-            found[name] = space[name]
+        if name in space and name not in found:
+            now, seen = _marked(space[name])
+            if now != known:
+                found[name] = space[name]
+            else:
+                same[name] = seen
+    _add_tied(space, found, same)
     return found, gone
 
 
-def _mark(value: Any) -> bytes | None:
+def _add_tied(space: Mapping[str, Any], found: dict[str, Any], same: dict[str, Seen]) -> None:
+    """What shares something with what comes back comes too, or it would be left with the old one."""
+    places = {name: changeable(seen) for name, seen in same.items()}
+    alive = list(same.values())  # so that no id is another's now
+    for name, value in found.items() if same else ():
+        _, seen = _marked(value)
+        alive.append(seen)
+        places[name] = changeable(seen)
+    for name in together(list(found), ties(places)):
+        found.setdefault(name, space[name])
+
+
+def _mark(value: Any) -> bytes:
+    return _marked(value)[0]
+
+
+def _marked(value: Any) -> tuple[bytes, Seen]:
     try:
-        return mark(pack(value))
-    except UNSENDABLE:
-        return b""  # it cannot travel back either
+        parts, seen = pack_seen(value)
+        return mark(parts), seen
+    except Exception:
+        return b"", {}  # it cannot travel back either
 
 
 def _travelling(found: dict[str, Any], stayed: dict[str, str]) -> Packed:
     """All in one pickle; if that cannot be, without those to blame."""
     try:
         return packed(pack(found))
-    except UNSENDABLE:
-        for name in list(found):
+    except Exception as together:
+        alone = dict(found)
+        for name, value in alone.items():
             try:
-                pack(found[name])
-            except UNSENDABLE as e:
-                stayed[name] = str(e)
+                pack({name: value})
+            except Exception as e:
+                stayed[name] = _text(e)
                 del found[name]
+        if len(found) == len(alone):
+            stayed.update(dict.fromkeys(found, _text(together)))
+            found.clear()
         return packed(pack(found))
 
 
@@ -202,7 +229,7 @@ def _culprit(values: Mapping[str, Any]) -> str:
     for name, value in values.items():
         try:
             pack(value)
-        except UNSENDABLE as e:
+        except Exception as e:
             return f"{name}: {e}"
     return ""
 

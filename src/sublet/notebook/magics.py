@@ -15,7 +15,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
-from sublet.core.cell import names_of
+from sublet.core.cell_names import names_of
 from sublet.core.errors import SubletError
 from sublet.notebook.cell_source import commented, enter, texts_of
 from sublet.notebook.front import Front, brief, cell_error, rendered, syntax_error

@@ -113,17 +113,18 @@ class InStep(Protocol):
     def stayed(self) -> Mapping[str, str]:
         """What is only there, and why."""
 
-    def luggage(self, space: Mapping[str, Any], names: Iterable[str]) -> Luggage:
-        """For a cell that reads these names. Raises `CannotTravel`. Nothing counts as sent before `took`."""
+    def luggage(self, space: Mapping[str, Any], names: Iterable[str], *, alone: bool = False) -> Luggage:
+        """For a cell that reads these names; with what shares something with them, unless they go alone. Raises `CannotTravel`. Nothing
+        counts as sent before `took`."""
 
-    def took(self, luggage: Luggage) -> None:
-        """The worker has it."""
+    def took(self, luggage: Luggage, *, watched: bool = True) -> None:
+        """The worker has it, and the cell's report is here. Not `watched`: it does not say everything the cell changed."""
 
-    def came_back(self, name: str, value: Any) -> None:
-        """Both sides have it now."""
+    def came_back(self, values: Mapping[str, Any]) -> None:
+        """Both sides have these now. All of one report, at once."""
 
-    def stays(self, stayed: Mapping[str, str]) -> None:
-        """These could not come back."""
+    def stays(self, stayed: Mapping[str, str], space: Mapping[str, Any]) -> None:
+        """These could not come back. What the notebook has under their names stands beside them, and is not sent for it."""
 
     def forgets(self, names: Iterable[str]) -> None:
         """These are gone on both sides."""

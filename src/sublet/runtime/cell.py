@@ -65,6 +65,11 @@ class Wish:
     release: bool = False
 
     @property
+    def by_name(self) -> bool:
+        """Exactly what is named goes there or comes back."""
+        return self.takes is not None or self.gives is not None
+
+    @property
     def place(self) -> tuple[object, ...]:
         """What a lease must be like to serve this cell. The ttl counts when a lease is taken, not for one that is warm."""
         return (self.vram, self.tier, self.count, self.exclusivity, self.tenant)
@@ -233,7 +238,7 @@ class Cells:
             step = self._in_step if warm else self._packing.in_step()
             # Before anything is leased: a variable that cannot travel must not cost a GPU-second.
             taken = source.reads if wish.takes is None else wish.takes
-            luggage = step.luggage(space, (*taken, *wish.keep))
+            luggage = step.luggage(space, (*taken, *wish.keep), alone=wish.by_name)
             lease = self.lease if warm else self._lease_for(wish)
             assert lease is not None
             self._in_step = step
@@ -260,12 +265,11 @@ class Cells:
                 self._enter(Ran(stayed={}), trip, 0)
                 self.release()
                 raise
-            step.took(luggage)
+            step.took(luggage, watched=not wish.by_name)
             return self._after(trip, report)
 
     def _go(self, trip: _Trip, luggage: Luggage, screen: Screen, *, fresh: bool) -> CellReport:
         wish, source, lease = trip.wish, trip.source, trip.lease
-        everything = wish.takes is None and wish.gives is None
         order = CellOrder(
             source=source.body,
             header=source.header,
@@ -276,7 +280,7 @@ class Cells:
             colors=source.colors,
             values=luggage.values,
             forget=luggage.forget,
-            watch=tuple(name for name in luggage.watch if everything or name in wish.keep),
+            watch=tuple(name for name in luggage.watch if not wish.by_name or name in wish.keep),
             out=wish.gives,
             keep=wish.keep,
             every_us=wish.every_us,
@@ -368,14 +372,14 @@ class Cells:
         values.update({name: module_or_late(module) for name, module in report.modules.items()})
         for name, value in values.items():
             space[name] = value
-            self._in_step.came_back(name, value)
             self._lost_names.pop(name, None)
+        self._in_step.came_back(values)
         for name in report.gone:
             space.pop(name, None)
         if report.random is not None:
             self._put_random(report.random)
         self._in_step.forgets(report.gone)
-        self._in_step.stays(report.stayed)
+        self._in_step.stays(report.stayed, space)
         return result
 
     def _keep(self, trip: _Trip, report: CellReport) -> SubletError | None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from sublet.core.errors import NotDurable, SubletError, Unsavable
 from sublet.runtime.capture import Captured
-from sublet.runtime.cell_random import States, opened
+from sublet.runtime.cell_random import States, opened, put_opened
 
 
 class Store(Protocol):
@@ -94,7 +94,7 @@ class KeptState:
                 self._waiting = None
             try:
                 self._save(values, random, lease)
-            except Exception as e:
+            except BaseException as e:  # whatever it is: somebody waits for this thread
                 with self._lock:
                     self._failed = self._failed or _in_words(e)
 
@@ -120,7 +120,8 @@ class KeptState:
         return self.last
 
     def restore(self, space: dict[str, Any], job: str = "") -> tuple[str, ...]:
-        """Put what was saved, perhaps by another kernel, into the notebook's variables; their names."""
+        """Put what was saved, perhaps by another kernel, into the notebook's variables, and its random states into the libraries in use;
+        their names."""
         store = self._store or self._open()
         tree = store.load(job or self.job)
         saved = {**tree["state"], **tree["ranks"][0]["parts"]}
@@ -128,8 +129,10 @@ class KeptState:
         parts = {name: space.get(name) for name in saved}
         for name in missing:
             parts[name] = {}
-        Captured(parts).put(tree, 0, 1)
+        captured = Captured(parts)
+        captured.put(tree, 0, 1)
         space.update(parts)
+        put_opened(captured.random_of(tree, 0, 1))
         return tuple(saved)
 
     def close(self) -> None:
@@ -139,7 +142,7 @@ class KeptState:
                 self._store.close()
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     if isinstance(error, SubletError):
         return f"{error.message} ({error.remedy})"
     return f"{type(error).__name__}: {error}"

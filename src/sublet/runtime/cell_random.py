@@ -8,8 +8,10 @@ Rules of this file:
 from __future__ import annotations
 
 import pickle
+import random
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from sublet.runtime.capture import put_random, take_random
@@ -20,12 +22,30 @@ _LIBRARY = {"python": "random", "numpy": "numpy", "torch": "torch", "cuda": "tor
 
 
 def take() -> dict[str, bytes]:
-    return {name: pickle.dumps(state, 5) for name, state in take_random().items()}
+    states = take_random()
+    version, numbers, gauss = random.getstate()
+    states["python"] = [version, list(numbers), gauss]  # without NumPy, which the other side may not use
+    # As bytes: no two pickles of one tensor are equal, and equal states are not sent.
+    if "torch" in states:
+        states["torch"] = states["torch"].numpy().tobytes()
+    if "cuda" in states:
+        states["cuda"] = [state.numpy().tobytes() for state in states["cuda"]]
+    return {name: pickle.dumps(state, 5) for name, state in states.items()}
 
 
 def opened(states: States) -> dict[str, Any]:
     """As `put_random` and a checkpoint want them."""
-    return {name: pickle.loads(state) for name, state in states.items()}
+    made = {name: pickle.loads(state) for name, state in states.items()}
+    if "torch" in made:
+        made["torch"] = _tensor(made["torch"])
+    if "cuda" in made:
+        made["cuda"] = [_tensor(state) for state in made["cuda"]]
+    return made
+
+
+def _tensor(data: bytes) -> Any:
+    torch = import_module("torch")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def put(states: States) -> None:
@@ -37,6 +57,11 @@ def put_what_is_in_use(states: States) -> dict[str, bytes]:
     others = {name: state for name, state in states.items() if not _in_use(name)}
     put({name: state for name, state in states.items() if name not in others})
     return others
+
+
+def put_opened(states: Mapping[str, Any]) -> None:
+    """From a checkpoint: only of what this process has loaded."""
+    put_random({name: state for name, state in states.items() if _in_use(name)})
 
 
 def _in_use(name: str) -> bool:

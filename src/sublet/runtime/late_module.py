@@ -17,6 +17,15 @@ class LateModule(ModuleType):
             raise AttributeError(name)
         return getattr(import_module(self.__name__), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            setattr(import_module(self.__name__), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(import_module(self.__name__), name)
+
     def __dir__(self) -> list[str]:
         return dir(import_module(self.__name__))
 
