@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import checkpoints, handover, launches, leases, queues, scaling, training, workers
+from bench import checkpoints, handover, launches, leases, notebooks, queues, scaling, training, workers
 from bench.measure import MOST_WAITING_PERCENT, NOT_ALONE, progress, show, waited_s
 from sublet.ledger.sqlite import file_system_of, library_version
 
@@ -24,6 +24,7 @@ SUITES = {
     "workers": workers.run,
     "checkpoints": checkpoints.run,
     "training": training.run,
+    "notebooks": notebooks.run,
 }
 
 

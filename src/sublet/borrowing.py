@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
+from sublet import inside
 from sublet.core.device import parse_exclusivity
 from sublet.core.errors import BadInput, SubletError
 from sublet.core.lease import Holder, Request, parse_tier
@@ -98,10 +99,10 @@ class GpuRequest:
         ledger = open_ledger(self._settings)
         ensure_tenant(self._settings, ledger, self.request.tenant)
         ensure_warden(self._settings)
-        if self._holder == "worker" and contained():
+        if self._holder == "worker" and (contained() or inside.tenancy() is not None):
             raise BadInput(
-                "a leased worker cannot be started inside 'sublet run'",
-                remedy="use the lease of the run: this process holds it already",
+                "a leased worker cannot be started inside 'sublet run' or a leased kernel",
+                remedy="use the lease it has: this process holds it already (in a leased kernel: sublet.lease())",
             )
         worker = self._start() if self._holder == "worker" else None
         try:

@@ -124,7 +124,7 @@ def prepare(wish: Wish, settings: Settings, *, run_id: str = "", unbuffered: boo
         "SUBLET_JOB": job,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, grace_us // SECOND_US - TORCHRUN_MARGIN_S)),
     }
-    environment |= _settings_as_variables(settings, request.request.tenant)
+    environment |= settings_as_variables(settings, request.request.tenant)
     environment |= _pairs(wish.environment)
     executable, code = find_executable(wish.command[0], environment.get("PATH", os.defpath))
     if code:
@@ -155,7 +155,7 @@ def prepare(wish: Wish, settings: Settings, *, run_id: str = "", unbuffered: boo
     )
 
 
-def _settings_as_variables(settings: Settings, tenant: str) -> dict[str, str]:
+def settings_as_variables(settings: Settings, tenant: str) -> dict[str, str]:
     """So that whatever the command calls finds the same ledger, store and devices, wherever they were configured."""
     ours = {spec.variable: settings[spec.name] for spec in SPECS if settings[spec.name]}
     # A limit of this process is not one of the command's; it is told by notice.

@@ -52,6 +52,11 @@ class CurrentLease:
         """Per device."""
         return _openings[0].quota_bytes if _openings else 0
 
+    @property
+    def warned(self) -> bool:
+        """Whether it was said to go soon: save now."""
+        return self._tenancy.warned
+
     def open(self, device: int = 0) -> Session:
         """A GpuSession on one of its devices."""
         if not 0 <= device < len(_openings):

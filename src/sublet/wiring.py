@@ -218,12 +218,17 @@ def block_keeper(settings: Settings) -> BlockKeeper:
 
 
 def start_command(
-    settings: Settings, run: RunFolder, executable: str, command: Sequence[str], grace_us: int
+    settings: Settings,
+    run: RunFolder,
+    executable: str,
+    command: Sequence[str],
+    grace_us: int,
+    **more: Any,
 ) -> Command:
-    """A command in its containment, waiting for its lease. Imported late: only `sublet run` needs it."""
+    """A command in its containment, waiting for its lease. Imported late: only `sublet run` and a leased kernel need it."""
     from sublet.hosting.command import LocalCommand
 
-    return LocalCommand(run, settings.home / "run", settings["host"], executable, command, grace_us)
+    return LocalCommand(run, settings.home / "run", settings["host"], executable, command, grace_us, **more)
 
 
 def processes(settings: Settings) -> HostProcesses:

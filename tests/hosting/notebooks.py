@@ -45,7 +45,7 @@ class HeldLease:
     def on_notice(self, callback: Any) -> None:
         pass
 
-    def yield_when_idle(self, callback: Any) -> None:
+    def yield_when_idle(self, then: Any) -> None:
         pass
 
     def run_shown(self, function: Any, args: tuple[CellOrder], screen: Any, answer: Any) -> Any:
@@ -53,12 +53,12 @@ class HeldLease:
         self.orders.append(dict.fromkeys(Travel().unpack(args[0].values)))
         return self.worker.call_shown(function, args, screen, answer)
 
-    def release(self) -> None:
+    def release(self, *, patience_us: int = 0) -> None:
         self.status = "ended"
 
 
 class OpenLedger:
-    def look(self, lease_id: str) -> Any:
+    def look(self, lease_id: str, *, patience_us: int = 0) -> Any:
         row = SimpleNamespace(state=LeaseState.ACTIVE, ended_at=0, reason=None, detail="")
         return SimpleNamespace(lease=row, at=1)
 

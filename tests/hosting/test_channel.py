@@ -24,6 +24,7 @@ from sublet.hosting.channel import (
     receive_with_fds,
     send_with_fds,
 )
+from sublet.hosting.in_pieces import WORTH_IT_BYTES
 
 Pair = tuple[Channel, Channel]
 
@@ -290,3 +291,11 @@ def test_a_message_too_long_or_with_too_many_descriptors_is_refused_and_leaks_no
         assert descriptors() == before
         a.shutdown(socket.SHUT_RDWR)
         assert receive_with_fds(b) == (b"", [])
+
+
+def test_parts_so_large_that_two_threads_copy_them_arrive_as_they_were(ends: Pair) -> None:
+    here, there = ends
+    whole = random.Random(1).randbytes(WORTH_IT_BYTES + 1001)
+    parts = [memoryview(bytearray(whole)), memoryview(whole), memoryview(bytearray(b"small"))]
+    here.send(1, parts)
+    assert [bytes(part) for part in there.receive()[2]] == [whole, whole, b"small"]

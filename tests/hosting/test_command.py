@@ -13,10 +13,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sublet.core.errors import WorkerLost
 from sublet.hosting import accounts, command, containment
+from sublet.hosting.channel import pair
 from sublet.hosting.command import LocalCommand, find_executable
 from sublet.ports.command import Left
 from sublet.runs import RunFolder
@@ -59,7 +62,7 @@ class Rig:
         self.mark = f"MARK={uuid.uuid4().hex}"
         self.started: list[LocalCommand] = []
 
-    def start(self, code: str, *args: str, grace_us: int = 500_000) -> LocalCommand:
+    def start(self, code: str, *args: str, grace_us: int = 500_000, **more: Any) -> LocalCommand:
         run = RunFolder(self.path / "R1")
         run.make()
         made = LocalCommand(
@@ -69,6 +72,7 @@ class Rig:
             sys.executable,
             [sys.executable, "-c", textwrap.dedent(code), *args],
             grace_us,
+            **more,
         )
         self.started.append(made)
         return made
@@ -372,3 +376,58 @@ def test_a_killed_run_is_drained_and_written_down(rig: Rig) -> None:
     assert "killed" in json.loads(run.notice_file.read_text())["reason"]
     left = run.exit()
     assert (left["outcome"], left["exit_code"]) == ("lost", 137)
+
+
+# --- a command that is more than a script: a kernel ---------------------------------------------------------------
+
+
+def test_a_command_is_handed_its_links_its_folder_and_its_streams(rig: Rig) -> None:
+    ours, theirs = pair()
+    said = rig.path / "said"
+    (rig.path / "there").mkdir()
+    code = """
+        import os, socket
+        link = socket.socket(fileno=int(os.environ["LINK"]))
+        link.send(os.getcwd().encode())
+        print(link.recv(100).decode(), flush=True)
+    """
+    with theirs, said.open("wb") as out:
+        made = rig.start(
+            code, folder=str(rig.path / "there"), links={"LINK": theirs.fileno()}, streams={"stdout": out}
+        )
+        rig.begin(made)
+    assert ours.recv(1000).decode() == str(rig.path / "there")
+    ours.send(b"heard")
+    assert awaited(made).code == 0
+    assert said.read_text() == "heard\n"
+    assert ours.recv(10) == b"", "nobody else kept an end of it"
+    ours.close()
+
+
+def test_a_folder_that_is_gone_is_an_exit_code(rig: Rig) -> None:
+    made = rig.start("pass", folder=str(rig.path / "nowhere"), streams={"stderr": subprocess.DEVNULL})
+    rig.begin(made)
+    assert awaited(made).code == 127
+
+
+@TWO
+def test_a_command_that_began_before_its_lease_ends_with_it(rig: Rig, contained_by: str) -> None:
+    up = rig.path / "up"
+    made = rig.start(STUBBORN, str(up))
+    name, _, value = rig.mark.partition("=")
+    made.begin("", 0, {"PATH": os.environ["PATH"], name: value})
+    wait_until(up.exists)
+    assert made.left() is None
+    made.arm(now_us() + 100_000, now_us() + 200_000, confirm=True)
+    left = awaited(made)
+    assert (left.killed, left.lease_over) == (True, True)
+    assert marked(rig.mark) == []
+
+
+def test_a_lease_is_not_armed_for_a_command_that_has_left(rig: Rig) -> None:
+    made = rig.start("raise SystemExit(7)")
+    made.begin("", 0, {"PATH": os.environ["PATH"]})
+    wait_until(lambda: process_is_gone(made.holder.pid))
+    with pytest.raises(WorkerLost):
+        made.arm(now_us() + FAR_US, now_us() + FAR_US, confirm=True)
+    assert awaited(made).code == 7, "how it left is not forgotten over that"

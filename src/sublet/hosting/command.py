@@ -61,9 +61,16 @@ class LocalCommand:
         executable: str,
         command: Sequence[str],
         grace_us: int,
+        *,
+        folder: str | None = None,
+        links: Mapping[str, int] | None = None,
+        streams: Mapping[str, Any] | None = None,
     ) -> None:
+        """`folder` is where the command starts, if not here. `links` are descriptors it is handed, by the variable that tells it the
+        number; the caller keeps its own. `streams` are standard ones as `subprocess` takes them, where they are not the run's own."""
         self._run = run
         self._executable, self._command = executable, list(command)
+        self._folder, self._links = folder, dict(links or {})
         self._page = run.new_page()
         self._lock = threading.Lock()
         self._left: Left | None = None
@@ -76,6 +83,7 @@ class LocalCommand:
                 [*SUPERVISOR, *arguments],
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+                **(streams or {}),
             )
         ours.settimeout(START_SECONDS)
         try:
@@ -117,7 +125,12 @@ class LocalCommand:
     def arm(self, stop_us: int, kill_us: int, *, confirm: bool = False) -> None:
         inside.write_deadline(self._page, stop_us)
         self._order({"stop_us": stop_us, "kill_us": kill_us, "answer": confirm})
-        if confirm and json.loads(receive_with_fds(self._control)[0] or b"{}").get("obeyed") is not True:
+        if not confirm:
+            return
+        said = json.loads(receive_with_fds(self._control)[0] or b"{}")
+        if said.get("left"):  # one that began before its lease may leave at this very moment
+            self._left = _as_left(said)
+        if said.get("obeyed") is not True:
             raise WorkerLost("the command's supervisor ended before it began", begun=False)
 
     def begin(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
@@ -125,12 +138,14 @@ class LocalCommand:
             "executable": self._executable,
             "command": self._command,
             "environment": dict(environment),
+            "folder": self._folder,
+            "links": list(self._links),
         }
         fd = os.memfd_create("sublet-terms", os.MFD_CLOEXEC)
         try:
             os.write(fd, json.dumps(terms).encode())
             os.lseek(fd, 0, os.SEEK_SET)
-            send_with_fds(self._control, json.dumps({"begin": True}).encode(), [fd])
+            send_with_fds(self._control, json.dumps({"begin": True}).encode(), [fd, *self._links.values()])
         except OSError as e:
             raise WorkerLost("the command's supervisor ended before it began", begun=False) from e
         finally:

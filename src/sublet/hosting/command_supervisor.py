@@ -70,7 +70,12 @@ def become(fds: list[int]) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for name, fd in zip(terms["links"], fds[1:], strict=True):
+        os.set_inheritable(fd, True)
+        terms["environment"][name] = str(fd)
     try:
+        if terms["folder"] is not None:
+            os.chdir(terms["folder"])
         os.execve(terms["executable"], terms["command"], terms["environment"])
     except OSError as e:
         code = NOT_FOUND_CODE if e.errno == errno.ENOENT else NOT_EXECUTABLE_CODE

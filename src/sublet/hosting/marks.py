@@ -15,6 +15,8 @@ from typing import Any
 
 import xxhash
 
+from sublet.hosting import written
+from sublet.hosting.in_pieces import WORTH_IT_BYTES, by_two, pieces_of
 from sublet.hosting.pickling import Pickled
 
 #: A plain array above this is sent again rather than read twice to find out whether it must be.
@@ -22,11 +24,39 @@ LARGE_BYTES = 1 << 20
 
 
 def mark(parts: Pickled) -> bytes:
+    large = [part for part in parts if part.nbytes >= LARGE_BYTES]
+    known = dict(zip(map(id, large), _digests(large), strict=True)) if large else {}
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part.nbytes.to_bytes(8, "little"))
-        digest.update(part)
+        digest.update(known.get(id(part), part))
     return digest.digest()
+
+
+def _digests(parts: Pickled) -> list[bytes]:
+    """Of each its stamp, or else the digests of its pieces."""
+    stamps = written.stamps(parts)
+    pieces = [
+        (number, first, last)
+        for number, part in enumerate(parts)
+        if stamps[number] is None
+        for first, last in pieces_of(part.nbytes)
+    ]
+    found: dict[tuple[int, int], bytes] = {}
+
+    def read(piece: tuple[int, int, int]) -> None:
+        number, first, last = piece
+        found[number, first] = xxhash.xxh3_128(parts[number][first:last]).digest()
+
+    if sum(last - first for _, first, last in pieces) >= WORTH_IT_BYTES:
+        by_two(pieces, read)
+    else:
+        for piece in pieces:
+            read(piece)
+    whole: list[list[bytes]] = [[] if stamp is None else [b"stamp %d" % stamp] for stamp in stamps]
+    for (number, _), digest in sorted(found.items()):
+        whole[number].append(digest)
+    return [b"".join(digests) for digests in whole]
 
 
 def is_large_array(value: Any) -> bool:

@@ -33,9 +33,8 @@ class Drawn:
         return {"text/plain": self.text, "text/html": self.html}
 
 
-def line(text: str, *, mark: str = "") -> Drawn:
-    shown = f"{mark} {text}" if mark else text
-    return Drawn(text=text, html=f'<div style="{QUIET}">{html.escape(shown)}</div>')
+def line(text: str) -> Drawn:
+    return Drawn(text=text, html=f'<div style="{QUIET}">{html.escape(text)}</div>')
 
 
 def title(text: str) -> Drawn:

@@ -14,7 +14,8 @@ def load_ipython_extension(shell: Any) -> None:
         raise MissingExtra(
             f"the notebook part is not installed: {e}", remedy="pip install 'sublet[notebook]'"
         ) from e
-    magics = GpuMagics(shell)
+    # A kernel that is leased as a whole has its own.
+    magics = getattr(getattr(shell, "kernel", None), "gpu_magics", GpuMagics)(shell)
     shell.register_magics(magics)
     magics.bench.warm_up()
 

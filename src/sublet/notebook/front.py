@@ -104,4 +104,6 @@ def rendered(error: BaseException, lines: tuple[str, ...]) -> BaseException:
 def brief(error: SubletError) -> BaseException:
     """An error of ours, without a traceback into our own files: what happened, and what to do."""
     name = type(error).__name__
-    return rendered(error, (f"\x1b[31m{name}\x1b[0m: {error.message}", f"  → {error.remedy}"))
+    # What was saved on a line of its own: a page breaks a long line anywhere, in the middle of a word too.
+    message = error.message.replace("to reacquire. ", "to reacquire.\n  ", 1)
+    return rendered(error, (f"\x1b[31m{name}\x1b[0m: {message}", f"  → {error.remedy}"))

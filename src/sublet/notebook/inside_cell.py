@@ -107,7 +107,7 @@ def run(order: CellOrder) -> CellReport:
         cell_random.put(order.random)
     drawn = cell_random.take()
     before = dict(space)
-    marks = {name: _mark(space[name]) for name in order.watch if name in space}
+    marks = {name: _mark_before(name, space[name]) for name in order.watch if name in space}
     _keeping = _Keeping(order.keep, order.every_us)
     setattr(builtins, POINT, _keeping.automatic)
     points = Points()
@@ -162,6 +162,7 @@ def _found(
     space: Mapping[str, Any], before: Mapping[str, Any], marks: Mapping[str, bytes], order: CellOrder
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What comes back by name, and what the cell deleted."""
+    _marked_last.clear()
     gone = tuple(sorted(name for name in before if name not in space and is_users(name)))
     if order.out is not None:
         wanted: Iterable[str] = dict.fromkeys((*order.out, *order.keep))
@@ -179,6 +180,7 @@ def _found(
                 found[name] = space[name]
             else:
                 same[name] = seen
+            _marked_last[name] = (space[name], now)
     _add_tied(space, found, same)
     return found, gone
 
@@ -195,8 +197,13 @@ def _add_tied(space: Mapping[str, Any], found: dict[str, Any], same: dict[str, S
         found.setdefault(name, space[name])
 
 
-def _mark(value: Any) -> bytes:
-    return _marked(value)[0]
+#: What the last cell used, as it left it: what the next one finds, unless it was sent anew.
+_marked_last: dict[str, tuple[Any, bytes]] = {}
+
+
+def _mark_before(name: str, value: Any) -> bytes:
+    last = _marked_last.get(name)
+    return last[1] if last is not None and last[0] is value else _marked(value)[0]
 
 
 def _marked(value: Any) -> tuple[bytes, Seen]:

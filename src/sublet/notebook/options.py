@@ -7,6 +7,7 @@ Rules of this file:
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from typing import Any, NoReturn
 
@@ -65,6 +66,7 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+@functools.cache  # to make one takes longer than the rest of a cell
 def _parser() -> _Parser:
     parser = _Parser(prog="%%gpu", add_help=False, allow_abbrev=False)
     parser.add_argument("--vram", default=Wish.__dataclass_fields__["vram"].default)

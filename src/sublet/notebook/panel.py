@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from sublet.core.cell_account import Line
 from sublet.core.errors import SubletError
@@ -43,10 +44,12 @@ class Panel:
             self._say(line(_stayed(ran.stayed)))
 
     def _figures(self, cell: Line, before: str) -> str:
+        lines = self._bench.cells.account.lines()
+        seconds = dict(zip(lines, in_seconds([item.gpu_us for item in lines]), strict=True))
         parts = [
             cell.device,
             format_size(cell.vram_bytes),
-            f"{_seconds(cell.gpu_us)} GPU-s{_warm(cell)}",
+            f"{seconds[cell]} GPU-s{_warm(cell)}",
             f"{cell.launches} launches" if cell.launches != 1 else "1 launch",
         ]
         if cell.checkpoint_bytes:
@@ -117,17 +120,19 @@ class Panel:
             self._say(line("Nothing was leased yet."))
             return
         columns = ["cell", "device", "VRAM", "GPU-s", "of it computing", "launches", "saved"]
+        held = in_seconds([item.gpu_us for item in lines])
+        computed = in_seconds([item.busy_us * item.devices for item in lines])
         rows = [
             [
                 f"In [{item.cell}]" if item.cell else "warm",
                 item.device,
                 format_size(item.vram_bytes),
-                _seconds(item.gpu_us),
-                _seconds(item.busy_us * item.devices),
+                held[number],
+                computed[number],
                 str(item.launches),
                 format_size(item.checkpoint_bytes) if item.checkpoint_bytes else "-",
             ]
-            for item in lines
+            for number, item in enumerate(lines)
         ]
         total = [
             "total",
@@ -246,7 +251,14 @@ class Panel:
 
 
 def _seconds(us: int) -> str:
-    return f"{us / _MICRO:.3f}"
+    thousandths = (us + 500) // 1000
+    return f"{thousandths // 1000}.{thousandths % 1000:03d}"
+
+
+def in_seconds(parts: Sequence[int]) -> list[str]:
+    """To a thousandth, rounded on the sum so far: what is shown adds up to what `_seconds` shows of the sum."""
+    sums = [(us + 500) // 1000 * 1000 for us in accumulate(parts, initial=0)]
+    return [_seconds(after - before) for before, after in pairwise(sums)]
 
 
 def _money(micro: int) -> str:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 
 from sublet.core.admission import Wait
-from sublet.core.values import format_duration, format_size
+from sublet.core.values import format_size
 from sublet.notebook.drawing import line
 from sublet.notebook.front import Front
 from sublet.ports.ledger import Answer
@@ -23,10 +23,17 @@ from sublet.ports.ledger import Answer
 ANSWER_MARGIN_US = 1_000_000
 
 
-def _eta(wait: Wait | None) -> str:
-    if wait is None or wait.eta_us is None:
-        return "no estimate"
-    return f"in about {format_duration(wait.eta_us)}" if wait.eta_us >= 1_000_000 else "any moment"
+def _eta(wait: Wait) -> str:
+    """Roughly: it is when the GPU goes at the latest, and most go sooner."""
+    if wait.eta_us is None:
+        return ""
+    seconds = round(wait.eta_us / 1e6)
+    if seconds < 1:
+        return "any moment"
+    if seconds < 90:
+        return f"in about {seconds} s"
+    minutes = round(seconds / 60)
+    return f"in about {minutes} min" if minutes < 90 else f"in about {round(minutes / 60)} h"
 
 
 class Waiting:
@@ -40,19 +47,32 @@ class Waiting:
         self._eta = "later"
 
     def __call__(self, wait: Wait) -> None:
-        self._eta = _eta(wait)
+        eta = _eta(wait)
+        self._eta = eta or "later"
         self._draw(
-            f"Waiting for a GPU: place {wait.position} in the waitlist, {self._eta} ({wait.reason}). Interrupt to leave."
+            f"Waiting for a GPU: place {wait.position} in the waitlist, {eta or 'no estimate'} ({wait.reason}). "
+            "Interrupt to leave."
         )
 
     def offered(self, answer: Answer) -> bool:
         """A smaller slice is held for us: take it?"""
         row = answer.lease
         now, wanted = format_size(row.slices[0].vram_bytes), format_size(row.request.vram_bytes)
-        question = f"{now} now, or {wanted} {self._eta}. Take {now} now? [y/N] "
-        self._draw(f"{now} is free now; {wanted} {self._eta}.")
-        reply = ask(question, (row.offer_until - answer.at - ANSWER_MARGIN_US) / 1e6)
+        seconds = (row.offer_until - answer.at - ANSWER_MARGIN_US) / 1e6
+        self._draw(
+            f"{now} is free now, and held for you for {seconds:.0f} s; {wanted} {self._eta}. "
+            "Without an answer you keep your place."
+        )
+        reply = ask(f"{now} now, or {wanted} {self._eta}. Take {now} now? [y/N] ", seconds)
+        if not reply:
+            self._take_back_the_question()
         return reply.strip().lower() in ("y", "yes")
+
+    def _take_back_the_question(self) -> None:
+        """A page keeps an open question, and what is typed there would go nowhere. Nothing of the cell has been shown yet."""
+        if self._front.kind == "notebook":
+            self._front.show({"what": "clear", "wait": False})
+            self._shown, self._last = False, ""
 
     def over(self) -> None:
         if self._shown and self._front.kind == "notebook":
@@ -65,9 +85,7 @@ class Waiting:
         if self._front.kind == "terminal":
             self._front.text("stderr", f"{text}\n")
             return
-        self._front.publish(
-            line(text, mark="⏳").data, transient={"display_id": self._id}, update=self._shown
-        )
+        self._front.publish(line(text).data, transient={"display_id": self._id}, update=self._shown)
         self._shown = True
 
 
@@ -75,34 +93,35 @@ def ask(question: str, seconds: float) -> str:
     """What the user types, or '' when nobody answers in time."""
     if seconds <= 0:
         return ""
-    with _given_up_after(seconds) as given_up:
-        try:
+    given_up = threading.Event()
+    try:
+        with _given_up_after(seconds, given_up):
             return input(question)
-        except KeyboardInterrupt:
-            if given_up.is_set():
-                return ""
-            raise
-        except Exception:  # a front end that cannot be asked
+    except KeyboardInterrupt:
+        if given_up.is_set():
             return ""
+        raise
+    except Exception:  # a front end that cannot be asked
+        return ""
 
 
 @contextlib.contextmanager
-def _given_up_after(seconds: float) -> Iterator[threading.Event]:
+def _given_up_after(seconds: float, given_up: threading.Event) -> Iterator[None]:
     """Both a terminal's and a kernel's `input()` are left by an interrupt, and by nothing else."""
-    given_up, answered = threading.Event(), threading.Lock()
+    answered, over, asking = threading.Lock(), False, threading.get_ident()
 
     def give_up() -> None:
         with answered:
             if not over:
                 given_up.set()
-                signal.raise_signal(signal.SIGINT)
+                # To that thread: a terminal's read() is left only by a signal of its own.
+                signal.pthread_kill(asking, signal.SIGINT)
 
-    over = False
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
     try:
-        yield given_up
+        yield
     finally:
         with answered:
             over = True

@@ -76,6 +76,8 @@ def _wait(
     explained_at = clock.monotonic_us()
     try:
         bell.listen(lease_topic(lease_id))
+        if on_wait is not None and answer.wait is None:  # answered with an offer: what is it weighed against?
+            answer = ledger.attend(lease_id, secret)
         while True:
             still_wanted()
             if on_wait is not None and answer.wait is not None:

@@ -145,6 +145,7 @@ class Cells:
         self._unsettled: dict[str, None] = {}  # leases whose end is not in the account yet
         self._lost_names: dict[str, str] = {}
         self._drawn: Mapping[str, bytes] = {}  # the notebook's random states when both sides had the same
+        self._offered: Mapping[str, bytes] = {}  # those the cell begins with
         self._random_there: Mapping[str, bytes] = {}
         self._pid = os.getpid()
         self._screen: Screen | None = None  # of the cell that runs
@@ -293,13 +294,15 @@ class Cells:
                 self._run_inside, (order,), screen, lambda asked: self._answer(asked, lease)
             )
             assert isinstance(report, CellReport)
+            if report.random is None:
+                self._drawn = self._offered
             return report
         finally:
             self._screen = None
 
     def _random(self, fresh: bool) -> Mapping[str, bytes] | None:
         """The notebook's random states travel like a variable: a seed set in a normal cell counts in the next `%%gpu` cell."""
-        here = cell_random.take()
+        here = self._offered = cell_random.take()
         if not fresh and here == self._drawn:
             return None
         # Those of libraries this process does not use, or has no device for, are only looked after.

@@ -1,8 +1,9 @@
 """Random states on their way between a notebook and its worker.
 
 Rules of this file:
-- Each library's state is a pickle of its own, opened only where that library is in use: a notebook that never imported torch does not
-  import it to learn what a cell drew from it. It hands the state on instead.
+- Each library's state is a string of bytes of its own (torch's as it is: a pickle of it takes ten times as long), opened only where
+  that library is in use: a notebook that never imported torch does not import it to learn what a cell drew from it. It hands the
+  state on instead.
 """
 
 from __future__ import annotations
