@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from sublet.hosting.marks import LARGE_BYTES, is_large_array, mark, packed, unpacked
 from sublet.hosting.pickling import pack, pack_seen, unpack
+from tests import forked
 
 
 def marked(value: Any) -> bytes:
@@ -87,3 +89,26 @@ def test_what_was_seen_on_the_way_is_every_object_in_the_value() -> None:
         assert seen[id(shared)][1] is shared
     assert seen[id(model.weight)][1] is model.weight
     assert id(copy.copy(shared)) not in seen
+
+
+_IN_A_CYCLE = """
+import gc
+from sublet.hosting.marks import packed
+from sublet.hosting.pickling import pack
+
+gc.disable()
+value = {"memory": bytearray(100), "function": lambda x: x + 1, "array": __import__("numpy").arange(9.0)}
+for make in (pack, lambda v: packed(pack(v)), lambda v: pack({"values": packed(pack(v))})):
+    held = [make(value)]
+    held.append(held)
+    del held
+    gc.collect()
+print("alive")
+"""
+
+
+def test_what_was_packed_may_die_in_a_reference_cycle() -> None:
+    """As the local variable of a frame that a kept traceback leads to. In a process of its own: it would not survive."""
+    done = forked.run([sys.executable, "-c", _IN_A_CYCLE], timeout=60)
+    assert done.stdout == "alive\n", done.stderr
+    assert done.returncode == 0

@@ -71,8 +71,17 @@ def is_large_array(value: Any) -> bool:
 
 
 def packed(parts: Pickled) -> Sequence[Any]:
-    """Parts on their way inside another pickle."""
-    return [pickle.PickleBuffer(part) for part in parts]
+    """Parts on their way inside another pickle.
+
+    Of what a part is a view of, not of the view: a buffer of a memoryview that dies in a reference cycle (a traceback, and what its
+    frames held) takes the process with it, in any Python 3.11 and before 3.12.7 (CPython's issue 77894). This process may be a kernel."""
+    return [pickle.PickleBuffer(_owner(part)) for part in parts]
+
+
+def _owner(part: memoryview) -> Any:
+    owner = part.obj
+    whole = not isinstance(owner, memoryview) and memoryview(owner).nbytes == part.nbytes
+    return owner if whole else bytes(part)
 
 
 def unpacked(parts: Sequence[Any]) -> Pickled:
