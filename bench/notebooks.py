@@ -162,6 +162,12 @@ class Home:
         for pid in filter(None, pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+        # Its files are deleted next, and whoever still runs would miss them.
+        give_up_at = time.monotonic() + PATIENCE_SECONDS
+        while any(Path(f"/proc/{pid}").exists() for pid in filter(None, pids)):
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(f"warden or zygote of {self.folder} did not end: {pids}")
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -185,6 +191,7 @@ def _kernel(home: Home, *setup: str) -> Iterator[Kernel]:
         for code in setup:
             kernel.run(code)
         yield kernel
+        kernel.run("%gpu release")
     finally:
         kernel.close()
 
