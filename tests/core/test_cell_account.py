@@ -188,3 +188,17 @@ def test_a_lease_that_never_began_has_no_account() -> None:
     for entry in (lambda a: a.cell_ended("X", 1, cell=1, busy_us=0), lambda a: a.lease_ended("X", 1)):
         with pytest.raises(InvariantBroken, match="never began"):
             entry(Account())
+
+
+def test_a_cell_s_line_is_found_as_the_end_of_its_lease_left_it() -> None:
+    account = Account()
+    account.begin("L1", granted_at=0, device="d", devices=1, vram_bytes=1)
+    written = account.cell_ended("L1", 100, cell=3, busy_us=90)
+    assert account.line("L1", 3) == written
+    account.lease_ended("L1", 60)  # the ledger knows better when it was over
+    cut = account.line("L1", 3)
+    assert cut is not None
+    assert (cut.to_at, cut.busy_us) == (60, 60)
+    assert cut in account.lines()
+    assert account.line("L1", 4) is None
+    assert account.line("L2", 3) is None

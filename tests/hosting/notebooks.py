@@ -45,7 +45,7 @@ class HeldLease:
     def on_notice(self, callback: Any) -> None:
         pass
 
-    def yield_when_idle(self, then: Any) -> None:
+    def keep_warm(self, then: Any) -> None:
         pass
 
     def run_shown(self, function: Any, args: tuple[CellOrder], screen: Any, answer: Any) -> Any:

@@ -81,7 +81,10 @@ def test_the_panel(kernel: Kernel) -> None:
     kernel.fine(gpu("1", "--vram 2GiB --ttl 10m"))
     shown = kernel.fine("%gpu status")
     drawn = shown.displays[0]["data"]
-    assert re.search(r"2GiB on \S+: warm\n\d:\d\d left of 10:00\nlease L", drawn["text/plain"])
+    assert re.search(
+        r"2GiB on \S+: warm, until nobody has used it for 10m\S*\n\d+:\d\d left of 10:00\nlease L",
+        drawn["text/plain"],
+    )
     assert "<script" not in drawn["text/html"]
     assert "http" not in drawn["text/html"]
     kernel.begin("%gpu release")

@@ -65,7 +65,7 @@ def test_cells_in_a_terminal(terminal: Terminal) -> None:
     child.expect(PROMPT)
     child.sendline("%gpu status")
     child.expect(r"1GiB on \S+: warm")
-    child.expect(r"0:\d\d left of 1:00")
+    child.expect(r"[01]:\d\d left of 1:00")
     child.expect(PROMPT)
     child.sendline("%%gpu")
     child.sendline("import time; print('begun'); time.sleep(60)")

@@ -19,7 +19,7 @@ class OneLease:
 
     status = "active"
 
-    def yield_when_idle(self) -> None: ...
+    def keep_warm(self) -> None: ...
 
     def run_many(self, function: Any, calls: list[Any]) -> list[tuple[bool, Any]]:
         return [(True, function(*args, **kwargs)) for args, kwargs in calls]

@@ -106,6 +106,10 @@ class Account:
     def leases(self) -> tuple[str, ...]:
         return tuple(self._leases)
 
+    def line(self, lease_id: str, cell: int) -> Line | None:
+        """A cell's, as it is now: the end of its lease may have cut it since it was written."""
+        return next((item for item in self.lines(lease_id) if item.cell == cell), None)
+
     def lines(self, lease_id: str | None = None) -> tuple[Line, ...]:
         return tuple(line for line in self._lines if lease_id in (None, line.lease_id))
 

@@ -45,7 +45,9 @@ class RemoteSession:
         self._do("free", buffer)
 
     def write(self, buffer: Buffer, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        self._do("write", buffer, pickle.PickleBuffer(memoryview(data).cast("B")), offset)
+        # Never a buffer of a memoryview: see `hosting/marks.packed`.
+        owner = bytes(data) if isinstance(data, memoryview) else data
+        self._do("write", buffer, pickle.PickleBuffer(owner), offset)
 
     def read(self, buffer: Buffer, size: int | None = None, offset: int = 0) -> bytes:
         return bytes(self._do("read", buffer, size, offset))

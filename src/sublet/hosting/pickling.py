@@ -38,7 +38,7 @@ def pack(value: Any, met: list[FunctionType] | None = None) -> Pickled:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     _Pickler(file, buffers, met).dump(value)
-    return [file.getbuffer(), *(b.raw() for b in buffers)]
+    return [memoryview(file.getvalue()), *(b.raw() for b in buffers)]
 
 
 def pack_seen(value: Any, met: list[FunctionType] | None = None) -> tuple[Pickled, Seen]:
@@ -51,7 +51,7 @@ def pack_seen(value: Any, met: list[FunctionType] | None = None) -> tuple[Pickle
     else:
         pickler = _Pickler(file, buffers, met)
     pickler.dump(value)
-    return [file.getbuffer(), *(b.raw() for b in buffers)], pickler.memo.copy()
+    return [memoryview(file.getvalue()), *(b.raw() for b in buffers)], pickler.memo.copy()
 
 
 def pack_plain(value: Any) -> Pickled:

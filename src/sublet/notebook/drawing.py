@@ -97,7 +97,7 @@ def countdown(left_s: float, whole_s: float) -> Drawn:
     drawn = (
         f"<style>{css}</style>"
         f'<div role="timer" aria-label="{text}" style="font-size:.9em;font-variant-numeric:tabular-nums">'
-        f'<span class="{name}-left"></span> s left of {_clock(whole_s)}'
+        f'<span class="{name}-left"></span> s left of {int(whole_s)} s'
         f'<div aria-hidden="true" style="{track}"><div class="{name}-bar"></div></div></div>'
     )
     return Drawn(text=text, html=drawn)

@@ -44,22 +44,21 @@ class Panel:
             self._say(line(_stayed(ran.stayed)))
 
     def _figures(self, cell: Line, before: str) -> str:
-        lines = self._bench.cells.account.lines()
-        seconds = dict(zip(lines, in_seconds([item.gpu_us for item in lines]), strict=True))
+        account = self._bench.cells.account
+        lines = account.lines()
+        place = lines.index(cell)
         parts = [
             cell.device,
             format_size(cell.vram_bytes),
-            f"{seconds[cell]} GPU-s{_warm(cell)}",
-            f"{cell.launches} launches" if cell.launches != 1 else "1 launch",
+            f"{in_seconds([item.gpu_us for item in lines])[place]} GPU-s{_warm(cell)}",
         ]
+        if cell.launches:  # of GpuSessions: what a framework launches by itself is not seen
+            parts.append(f"{cell.launches} launches" if cell.launches != 1 else "1 launch")
         if cell.checkpoint_bytes:
             parts.append(f"saved {format_size(cell.checkpoint_bytes)}")
         price = self._price()
         if price is not None:
-            account = self._bench.cells.account
-            parts.append(
-                "price " + _money(dict(zip(account.lines(), account.prices(price), strict=True))[cell])
-            )
+            parts.append(f"price {_money(account.prices(price)[place])}")
         if before:
             parts.append(f"a new session: the last one ended ({before})")
         return " · ".join(parts)
@@ -104,13 +103,14 @@ class Panel:
 
     def _held(self, lease: Lease) -> Drawn:
         where = f"{format_size(lease.vram_bytes)} on {', '.join(lease.devices)}"
+        whose = f"lease {lease.id}, tenant {lease.tenant}"
         if lease.status == "revoking" and lease.notice is not None:
             head = title(f"{where}: going away ({lease.notice.reason})")
-        else:
-            head = title(f"{where}: {'computing' if lease._busy() else 'warm'}")
-        drawn = head + countdown(lease.seconds_left, lease.ttl_us / _MICRO)
-        renewed = "renewed while a cell computes" if lease.status == "active" else "not renewed any more"
-        return drawn + line(f"lease {lease.id}, tenant {lease.tenant}, {renewed}")
+            return head + countdown(lease.seconds_left, lease.seconds_left) + line(whose)
+        if self._bench.cells.computing:
+            return title(f"{where}: computing") + line(f"{whose}, renewed for as long as the cell computes")
+        head = title(f"{where}: warm, until nobody has used it for {format_duration(lease.ttl_us)}")
+        return head + countdown(lease.seconds_to_go, lease.ttl_us / _MICRO) + line(whose)
 
     def cost(self) -> None:
         cells = self._bench.cells

@@ -188,7 +188,7 @@ class Cells:
         )
         self._unsettled[lease.id] = None
         lease.on_notice(lambda notice: self._heard(lease, notice))
-        lease.yield_when_idle(lambda: self.on_change())
+        lease.keep_warm(lambda: self.on_change())
         return lease
 
     def release(self, *, patience_us: int = RELEASE_PATIENCE_US) -> None:
@@ -201,6 +201,11 @@ class Cells:
                 lease.release(patience_us=patience_us)
         self.settle_account()
         self.on_change()
+
+    @property
+    def computing(self) -> bool:
+        """Whether a cell runs now."""
+        return self._screen is not None
 
     @property
     def only_there(self) -> tuple[str, ...]:
@@ -352,6 +357,7 @@ class Cells:
         self._enter(ran, trip, report.launches)
         if trip.wish.release or trip.lease.status != "active":
             self.release()
+            ran.line = self.account.line(trip.lease.id, trip.source.count)
         self.on_change()
         return ran
 
@@ -361,6 +367,7 @@ class Cells:
         self._go_on_from_kept(trip)
         self._enter(ran, trip, 0)
         self.release(patience_us=EXPLAIN_PATIENCE_US)
+        ran.line = self.account.line(trip.lease.id, trip.source.count)
         return ran
 
     def _bring_back(self, report: CellReport, space: MutableMapping[str, Any]) -> Any:
@@ -413,6 +420,8 @@ class Cells:
 
     def _why_ended(self, lease: Lease) -> str:
         """Of a session between two cells, in words; '' when it was given back on purpose."""
+        if lease.yielded:
+            return lease.yielded
         with contextlib.suppress(SubletError):
             row = self.look(lease.id).lease
             if row.reason is not None and row.reason is not EndReason.RELEASED:

@@ -59,7 +59,8 @@ class Lease:
         self._touched = True
         self._over = ""  # why, once it is over
         self._on_release: Callable[[Lease], None] = lambda lease: None
-        self._on_yield: Callable[[], None] | None = None
+        self._on_yield: Callable[[], None] | None = None  # set: it is kept warm
+        self.yielded = ""  # why it was given back while nobody used it
         self._opener: Callable[[Lease, int, int], Session] | None = None
         self._sessions: list[Session] = []
 
@@ -243,16 +244,33 @@ class Lease:
         if self._notice is not None:
             callback(self._notice)
 
-    def yield_when_idle(self, then: Callable[[], None] = lambda: None) -> None:
-        """From now on: when somebody else is to have it and nothing is in flight, it is given back at once instead of at the end of
-        its grace. For leases that are kept warm in case of another call."""
+    def keep_warm(self, then: Callable[[], None] = lambda: None) -> None:
+        """Keep it between calls: renewed until nobody has used it for its ttl, then given back, and not held a moment longer than that.
+        When somebody else is to have it meanwhile and nothing is in flight, it goes at once instead of at the end of its grace."""
         self._on_yield = then
 
-    def _yield(self) -> None:
+    @property
+    def _warm_until_us(self) -> int | None:
+        """When a warm lease that nobody uses is given back; None while it is used, or not kept warm."""
+        return None if self._on_yield is None or self._in_flight else self._idle_since_us + self.ttl_us
+
+    @property
+    def seconds_to_go(self) -> float:
+        """Until it is gone, if nobody uses it and nobody asks for it."""
+        until = self._warm_until_us
+        if until is None or self.status != "active":
+            return self.seconds_left
+        return max(0, until - self._clock.monotonic_us()) / 1e6
+
+    def _begin_yield(self, why: str) -> None:
+        # Not in the keeper's own thread: the end of a worker is waited for, and other leases must be renewed.
+        threading.Thread(target=self._yield, args=(why,), name="sublet-gives-back", daemon=True).start()
+
+    def _yield(self, why: str) -> None:
         with self._lock:
             if self._in_flight or self._over:
                 return
-            self._over = "it was idle, and somebody else needs it"
+            self._over = self.yielded = why
         self.release()
         if self._on_yield is not None:
             self._on_yield()
@@ -302,6 +320,9 @@ class Lease:
         self._row = replace(self._row, **changes)  # type: ignore[arg-type]
 
     def _worked(self) -> bool:
+        until = self._warm_until_us
+        if until is not None:
+            return self._clock.monotonic_us() < until
         return self._in_flight > 0 or self._touched
 
     def _busy(self) -> bool:
@@ -332,9 +353,8 @@ class Lease:
             self._arm()
             why = f"{row.reason.value if row.reason else 'revoked'}: {row.detail}"
             self._warn(Notice(source="lease", reason=why, deadline_us=self._deadline_us))
-            if self._on_yield is not None and not self._in_flight:
-                # Not in the keeper's own thread: the end of a worker is waited for, and other leases must be renewed.
-                threading.Thread(target=self._yield, name="sublet-gives-back", daemon=True).start()
+            if self._warm_until_us is not None:
+                self._begin_yield(why)
 
     def _arm(self) -> None:
         if self._worker is not None:

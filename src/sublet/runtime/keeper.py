@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from sublet.core.errors import Disconnected, SubletError
 from sublet.core.notice import Notice
 from sublet.core.renewal import Tenure, Todo, local_deadline, next_move
+from sublet.core.values import format_duration
 from sublet.failpoints import failpoint
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, Ledger
@@ -112,6 +113,11 @@ class Keeper:
                     idle.append(kept)
             elif lease._row.busy and not lease._in_flight:
                 again = min(again, lease._idle_since_us + IDLE_REPORT_US)
+            until = lease._warm_until_us
+            if until is not None:
+                again = min(again, until) if now < until else again
+                if now >= until:
+                    lease._begin_yield(f"nobody used it for {format_duration(lease.ttl_us)}")
             if lease.status == "revoking":
                 again = min(again, lease._deadline_us)
             else:

@@ -47,7 +47,7 @@ class Warm:
         held = self._lease
         if held is None or self._pid != os.getpid():  # in a forked child it is the parent's
             held = self._lease = self._acquire(ttl_us)
-            held.yield_when_idle()
+            held.keep_warm()
             self._pid = os.getpid()
         return held
 
