@@ -29,6 +29,8 @@ SECONDS = {
     "cli/": 140,
     "store/": 125,
     "ledger/": 120,
+    "notebook/test_lab notebook/test_recipe_11": 75,
+    "notebook/": 130,
     "drivers/": 90,
     "storms/": 80,
     "store/test_bucket": 75,

@@ -90,7 +90,12 @@ class LocalWorkers:
             str(os.getuid()),
             *(os.environ.get(name, "") for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")),
         ]
-        for place in (sysconfig.get_path("purelib"), Path(__file__).parent):
+        installed = Path(sysconfig.get_path("purelib"))
+        package = Path(__file__).parents[1]
+        # An installed package changes with the folder it is in; one that somebody works on changes file by file.
+        for place in (
+            [installed] if package.is_relative_to(installed) else [installed, *package.rglob("*.py")]
+        ):
             with contextlib.suppress(OSError):
                 facts.append(str(os.stat(place).st_mtime_ns))
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
