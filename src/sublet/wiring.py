@@ -138,9 +138,11 @@ def workers(settings: Settings) -> Workers:
 
     preload = settings["preload"]
     # A module with `on_gpu` in it imports this, so every worker has it already.
-    modules = "sublet.borrowing" if preload == "none" else f"sublet.borrowing,{_installed(preload)}"
+    modules = "sublet.borrowing"
     if find_spec("IPython") is not None:  # a notebook's cells run in the same workers
         modules += ",sublet.notebook.inside_cell"
+    if preload != "none":
+        modules += f",{_installed(preload)}"
     return LocalWorkers(settings.home, settings["host"], modules)
 
 

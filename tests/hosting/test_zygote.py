@@ -223,3 +223,37 @@ def test_settings_of_another_kind_get_another_zygote(home: Path, monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     names.add(LocalWorkers(home, "here", "")._name)
     assert len(names) == 4
+
+
+def test_who_asks_while_it_imports_does_not_wait_for_all_of_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was imported before the question is there, what comes after it is not; later workers have everything."""
+    gates = [tmp_path / "first", tmp_path / "second"]
+    for number, gate in enumerate(gates):
+        (tmp_path / f"slow_{number}.py").write_text(
+            f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    workers = LocalWorkers(home, "here", "slow_0,slow_1")
+    asked: list[LocalWorker] = []
+    thread = threading.Thread(target=lambda: asked.append(works(workers)))
+    thread.start()
+    wait_until(lambda: zygote_pids(home))
+    gates[0].touch()
+    thread.join(20)
+    assert asked, "it waits for what it did not need"
+    assert asked[0].call(eval, ("'slow_0' in sys.modules, 'slow_1' in sys.modules", {"sys": sys}), {}) == (
+        True,
+        False,
+    )
+    gates[1].touch()
+
+    def has_all() -> bool:
+        made = works(workers)
+        found = made.call(eval, ("'slow_1' in sys.modules", {"sys": sys}), {})
+        made.end("looked at")
+        return bool(found)
+
+    wait_until(has_all)
+    asked[0].end("the test is over")

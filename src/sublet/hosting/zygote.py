@@ -60,12 +60,20 @@ class Zygote:
             self._inode = os.stat(path).st_ino
         self._listener.listen(64)
 
-    def run(self) -> None:
+    def begin(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         # What a killed supervisor leaves behind, where nothing better contains it, comes to us.
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+
+    def serve_who_waits(self) -> None:
+        """Between two imports: who asks now has a worker at once, without what is not imported yet, instead of waiting for all of it."""
+        while select.select([self._listener.fileno()], [], [], 0)[0]:
+            self._reap()
+            self._answer()
+
+    def run(self) -> None:
         wanted_at = time.monotonic()
         while self._still_mine():
             now = time.monotonic()
@@ -173,15 +181,18 @@ def main() -> int:
         return 0  # somebody else's start won
     os.ftruncate(lock, 0)  # a longer pid may stand there
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    containment.namespaces_work()
+    zygote = Zygote(wanted.folder, wanted.name, wanted.idle_exit, lock)
+    zygote.begin()
     for module in filter(None, wanted.preload.split(",")):
         try:
             importlib.import_module(module.strip())
         except ImportError as e:
             print(f"zygote: {module} was not preloaded: {e}", file=sys.stderr, flush=True)
-    containment.namespaces_work()
+        zygote.serve_who_waits()
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page it touches
-    Zygote(wanted.folder, wanted.name, wanted.idle_exit, lock).run()
+    zygote.run()
     return 0
 
 
