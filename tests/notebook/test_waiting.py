@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from sublet.core.lease import LeaseState
@@ -18,9 +21,12 @@ def second(shared_lab: Lab) -> Kernel:
     return shared_lab.kernel("second")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_held(kernel: Kernel, second: Kernel) -> object:
-    yield
+@pytest.fixture
+def gate(kernel: Kernel, second: Kernel, tmp_path: Path) -> Iterator[Path]:
+    """While it is not there the first notebook computes. It is always opened: a failed test must not hold up the next."""
+    made = tmp_path / "gate"
+    yield made
+    made.touch()
     for one in (kernel, second):
         one.fine("%gpu release")
 
@@ -30,9 +36,8 @@ def waiting(lab: Lab) -> bool:
 
 
 def test_the_second_sees_its_place_and_gets_it_when_the_first_is_idle(
-    kernel: Kernel, second: Kernel, shared_lab: Lab
+    kernel: Kernel, second: Kernel, gate: Path
 ) -> None:
-    gate = shared_lab.folder / "gate-idle"
     begin(kernel, BUSY.format(gate=str(gate)), "--vram 4GiB --count 2")
     second.begin(gpu("'mine now'", "--vram 4GiB"))
     shown = second.finish(until=lambda s: any("place 1 in the waitlist" in t for t in s.texts))
@@ -46,8 +51,9 @@ def test_the_second_sees_its_place_and_gets_it_when_the_first_is_idle(
     assert "the last one ended (idle" in kernel.fine(gpu("1")).line
 
 
-def test_interrupting_the_wait_leaves_the_waitlist(kernel: Kernel, second: Kernel, shared_lab: Lab) -> None:
-    gate = shared_lab.folder / "gate-interrupt"
+def test_interrupting_the_wait_leaves_the_waitlist(
+    kernel: Kernel, second: Kernel, shared_lab: Lab, gate: Path
+) -> None:
     begin(kernel, BUSY.format(gate=str(gate)), "--vram 4GiB --count 2")
     second.begin(gpu("1", "--vram 4GiB"))
     wait_until(lambda: waiting(shared_lab))
@@ -58,8 +64,7 @@ def test_interrupting_the_wait_leaves_the_waitlist(kernel: Kernel, second: Kerne
     kernel.finish()
 
 
-def test_a_wait_that_is_too_long_ends_in_a_sentence(kernel: Kernel, second: Kernel, shared_lab: Lab) -> None:
-    gate = shared_lab.folder / "gate-long"
+def test_a_wait_that_is_too_long_ends_in_a_sentence(kernel: Kernel, second: Kernel, gate: Path) -> None:
     begin(kernel, BUSY.format(gate=str(gate)), "--vram 4GiB --count 2")
     for wait in ("1s", "0"):
         shown = second.run(gpu("1", f"--vram 4GiB --wait {wait}"))
@@ -71,8 +76,7 @@ def test_a_wait_that_is_too_long_ends_in_a_sentence(kernel: Kernel, second: Kern
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
-def test_less_now_or_all_of_it_later(kernel: Kernel, second: Kernel, shared_lab: Lab, answer: str) -> None:
-    gate = shared_lab.folder / f"gate-offer-{answer}"
+def test_less_now_or_all_of_it_later(kernel: Kernel, second: Kernel, gate: Path, answer: str) -> None:
     begin(kernel, BUSY.format(gate=str(gate)), "--vram 3GiB --count 2")
     second.begin(gpu("import sublet\nsublet.lease().vram_bytes", "--vram 2GiB"))
     if answer == "n":
