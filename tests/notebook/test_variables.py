@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.notebook.conftest import Kernel, Lab
 from tests.notebook.test_output import gpu
+from tests.runtime.conftest import wait_until
 
 
 def test_names_go_along_and_come_back(kernel: Kernel) -> None:
@@ -68,6 +69,7 @@ def test_exactly_what_in_and_out_say(kernel: Kernel) -> None:
 
 def test_what_cannot_travel_is_named_before_anything_is_leased(kernel: Kernel, shared_lab: Lab) -> None:
     kernel.fine("%gpu release")
+    wait_until(lambda: shared_lab.leases() == [])
     kernel.fine("import threading\nlock = threading.Lock()\ngen = (i for i in range(3))")
     for name, kind in (("lock", "lock"), ("gen", "generator")):
         shown = kernel.run(gpu(f"print({name})"))

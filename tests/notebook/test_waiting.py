@@ -59,7 +59,7 @@ def test_interrupting_the_wait_leaves_the_waitlist(
     wait_until(lambda: waiting(shared_lab))
     second.interrupt()
     assert second.finish().error == "KeyboardInterrupt"
-    assert not waiting(shared_lab)
+    wait_until(lambda: not waiting(shared_lab))
     gate.touch()
     kernel.finish()
 

@@ -11,7 +11,8 @@ import pytest
 import sublet
 from sublet import wiring
 from sublet.core.effect import Commit, Committed
-from sublet.core.lease import EndReason, LeaseState
+from sublet.core.lease import EndReason, Holder, LeaseState
+from sublet.runtime.acquire import acquire
 from tests.runtime.conftest import Home, process_is_gone, wait_until
 
 HOLD = """
@@ -191,6 +192,29 @@ def test_an_idle_lease_goes_to_who_waits(home: Home) -> None:
     ended = ledger.look(idle.id).lease
     assert ended.reason is EndReason.IDLE
     wait_until(lambda: idle.status == "ended")
+
+
+def test_interrupted_as_it_was_granted(home: Home) -> None:
+    """The grant is durable, and its holder will never know: it is given back, not left to run out."""
+    ledger = ledger_of(home)
+
+    class InterruptedOnItsWayBack:
+        def __getattr__(self, name: str) -> object:
+            return getattr(ledger, name)
+
+        def acquire(self, *args: object) -> None:
+            ledger.acquire(*args)  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+
+    request = sublet.gpu(vram="1GiB").request
+    holder = Holder(host=home.settings["host"])
+    with sublet.gpu(vram="1GiB"):  # so that there is a device
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        acquire(InterruptedOnItsWayBack(), wiring.CLOCK, request, holder)  # type: ignore[arg-type]
+    last = max((a.lease for a in ledger.leases(live_only=False)), key=lambda lease: lease.granted_at)
+    assert last.reason is EndReason.RELEASED
+    assert not [a for a in ledger.leases() if a.lease.state is not LeaseState.ENDED]
 
 
 def test_release_is_idempotent_and_follows_an_exception(home: Home) -> None:

@@ -50,7 +50,12 @@ def acquire(
     lease_id, secret = new_id(), new_secret()
     failpoint("before_acquire_commit")
     sent_at = clock.monotonic_us()
-    answer = ledger.acquire(lease_id, secret, request, holder)
+    try:
+        answer = ledger.acquire(lease_id, secret, request, holder)
+    except (KeyboardInterrupt, SystemExit):  # it may have been asked for, or even granted, already
+        with contextlib.suppress(SubletError):
+            ledger.release(lease_id, secret)
+        raise
     failpoint("after_acquire_commit")
     if answer.lease.state is LeaseState.WAITING:
         try:
