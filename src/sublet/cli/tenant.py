@@ -1,4 +1,4 @@
-"""`sublet tenant …` and `sublet quota …`."""
+"""`sublet tenant …` and `sublet quota …`; `sublet tenant token …` is in `token.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import click
 from sublet.cli.operate import actor
 from sublet.cli.output import json_option, print_json, print_table
 from sublet.cli.records import tenant_json
+from sublet.cli.token import token
 from sublet.core.errors import BadInput
 from sublet.core.tenancy import DEFAULT_WEIGHT, Tenant, used_now
 from sublet.core.values import format_duration, format_size, parse_size
@@ -48,6 +49,9 @@ def _show(ledger: Ledger, tenants: list[Tenant], as_json: bool) -> None:
 @click.group()
 def tenant() -> None:
     """Who may lease: add, list, change, remove."""
+
+
+tenant.add_command(token)
 
 
 @tenant.command("ls", epilog="Example:  sublet tenant ls --json")

@@ -23,7 +23,8 @@ from sublet.core.meter import Usage
 from sublet.core.policy import Policy
 from sublet.core.proof import Proof
 from sublet.core.tenancy import Tenant
-from sublet.core.values import check_job, check_name
+from sublet.core.token import Scope, Token, check_digest, check_id, check_note
+from sublet.core.values import MAX_DURATION_US, check_job, check_name
 from sublet.core.versions import Adoption, Kept, Versions, check_tag
 from sublet.ledger import (
     blocks,
@@ -37,6 +38,7 @@ from sublet.ledger import (
     restored,
     tenants,
     ticking,
+    tokens,
     versions,
     waitlist,
 )
@@ -207,6 +209,51 @@ class SqlLedger(ItemVerbs):
 
     def remove_tenant(self, name: str, *, actor: str) -> None:
         self._write(lambda tx: tenants.remove_tenant(tx, name, actor), durable=True)
+
+    # tokens
+
+    def add_token(
+        self,
+        token_id: str,
+        digest: str,
+        tenant: str,
+        *,
+        actor: str,
+        scope: Scope = Scope.USER,
+        lifetime_us: int = 0,
+        note: str = "",
+    ) -> Token:
+        check_name(tenant, what="tenant")
+        check_id(token_id)
+        check_digest(digest)
+        check_note(note)
+        if not 0 <= lifetime_us <= MAX_DURATION_US:
+            raise BadInput("a token expires after at most a year; 0: never")
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: tokens.add(tx, token_id, digest, tenant, scope, lifetime_us, note, actor), durable=True
+        )
+
+    def tokens(self, tenant: str = "") -> list[Token]:
+        return self.engine.read(lambda tx: tokens.list_tokens(tx, tenant))
+
+    def look_token(self, token_id: str) -> Token | None:
+        return self.engine.read(lambda tx: tokens.look(tx, token_id))
+
+    def rotate_token(
+        self, token_id: str, new_id: str, digest: str, *, actor: str, overlap_us: int = 0
+    ) -> Token:
+        check_id(token_id)
+        check_id(new_id)
+        check_digest(digest)
+        if not 0 <= overlap_us <= MAX_DURATION_US:
+            raise BadInput("an overlap is at most a year; 0: the old token is refused at once")
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: tokens.rotate(tx, token_id, new_id, digest, overlap_us, actor), durable=True
+        )
+
+    def revoke_token(self, token_id: str, *, actor: str) -> Token:
+        check_id(token_id)
+        return self._write(lambda tx: tokens.revoke(tx, token_id, actor), durable=True)  # type: ignore[no-any-return]
 
     # progress
 

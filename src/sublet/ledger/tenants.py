@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sublet.core.errors import BadInput, NotFound, SubletError
 from sublet.core.tenancy import Tenant
+from sublet.ledger import tokens
 from sublet.ledger.rows import SELECT_TENANT, TENANT_COLUMNS, tenant_of
 from sublet.ledger.slices import load_tenant
 from sublet.ledger.tx import Tx, write_main
@@ -78,6 +79,8 @@ def remove_tenant(tx: Tx, name: str, actor: str) -> SubletError | None:
             f"tenant {name} still has {kept[0]} block(s)",
             remedy="remove them first: 'sublet block ls' and 'sublet block rm'",
         )
+    # A tenant of the same name that is added later must not be opened by them.
+    tokens.revoke_all(tx, name, actor, "its tenant was removed")
     tx.run("DELETE FROM tenant WHERE name = ?", name)
     write_main(tx, "tenant.removed", name, name, {"by": actor})
     return None
