@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from sublet.core import meter
 from sublet.core.admission import Wait, in_order, why_waiting
+from sublet.core.allowance import LEAST_PER_DAY_US, MOST_PER_DAY_US, Allowance
 from sublet.core.block import BlockRequest, check_locator, check_times
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved, check_key
@@ -27,6 +28,7 @@ from sublet.core.token import Scope, Token, check_digest, check_id, check_note
 from sublet.core.values import MAX_DURATION_US, check_job, check_name
 from sublet.core.versions import Adoption, Kept, Versions, check_tag
 from sublet.ledger import (
+    allowances,
     blocks,
     devices,
     goodput,
@@ -185,6 +187,7 @@ class SqlLedger(ItemVerbs):
     def add_tenant(self, tenant: Tenant, *, actor: str, exist_ok: bool = False) -> Tenant:
         check_name(tenant.name, what="tenant")
         _check_limits(tenant.weight, tenant.max_leases, tenant.max_vram_bytes, tenant.max_waiting)
+        _check_per_day(tenant.gpu_us_per_day)
         return self._write(lambda tx: tenants.add_tenant(tx, tenant, actor, exist_ok), durable=True)  # type: ignore[no-any-return]
 
     def set_tenant(
@@ -196,16 +199,22 @@ class SqlLedger(ItemVerbs):
         max_leases: int | None = None,
         max_vram_bytes: int | None = None,
         max_waiting: int | None = None,
+        gpu_us_per_day: int | None = None,
     ) -> Tenant:
         wanted = {
             "weight": weight,
             "max_leases": max_leases,
             "max_vram_bytes": max_vram_bytes,
             "max_waiting": max_waiting,
+            "gpu_us_per_day": gpu_us_per_day,
         }
         _check_limits(weight if weight is not None else 1, max_leases, max_vram_bytes, max_waiting)
+        _check_per_day(gpu_us_per_day)
         changes = {column: value for column, value in wanted.items() if value is not None}
         return self._write(lambda tx: tenants.set_tenant(tx, name, changes, actor), durable=True)  # type: ignore[no-any-return]
+
+    def allowance(self, name: str) -> Allowance:
+        return raised(self.engine.read(lambda tx: allowances.look(tx, name)))
 
     def remove_tenant(self, name: str, *, actor: str) -> None:
         self._write(lambda tx: tenants.remove_tenant(tx, name, actor), durable=True)
@@ -467,12 +476,17 @@ def _check_limits(weight: int | None, *limits: int | None) -> None:
         raise BadInput("a quota must not be negative: use 0 for no limit")
 
 
+def _check_per_day(us: int | None) -> None:
+    if us and not LEAST_PER_DAY_US <= us <= MOST_PER_DAY_US:
+        raise BadInput("GPU time per day is out of range: use at least a second, or 0 for no limit")
+
+
 def _waits(tx: Tx, found: list[Lease]) -> dict[str, Wait]:
     """Position and reason of every waiter, in one pass."""
     if not any(x.state is LeaseState.WAITING for x in found):
         return {}
     view = waitlist.load_view(tx, with_leases=False)
     return {
-        w.id: Wait(position=i, eta_us=None, reason=why_waiting(w, view))
+        w.id: Wait(position=i, eta_us=None, reason=why_waiting(w, view, tx.now))
         for i, w in enumerate(in_order(view, tx.now), 1)
     }

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sublet.core.admission import Wait
+from sublet.core.allowance import Allowance
 from sublet.core.block import Block, BlockRequest
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
@@ -217,7 +218,11 @@ class Ledger(ItemLedger, Protocol):
         max_leases: int | None = None,
         max_vram_bytes: int | None = None,
         max_waiting: int | None = None,
+        gpu_us_per_day: int | None = None,
     ) -> Tenant: ...
+    def allowance(self, name: str) -> Allowance:
+        """GPU time by the day: what is left of it and when it is full again."""
+
     def remove_tenant(self, name: str, *, actor: str) -> None: ...
 
     # tokens: made and ended by operators; `digest` is the secret's, which never comes here
