@@ -8,7 +8,7 @@ from sublet.cli.operate import actor
 from sublet.cli.output import instant, json_option, print_json, print_table
 from sublet.cli.records import tenant_json
 from sublet.cli.token import token
-from sublet.core.allowance import Allowance
+from sublet.core.allowance import Allowance, allowance
 from sublet.core.errors import BadInput
 from sublet.core.tenancy import DEFAULT_WEIGHT, Tenant, used_now
 from sublet.core.values import format_duration, format_size, parse_duration, parse_size
@@ -35,7 +35,7 @@ _PER_DAY = "GPU-hours a day, for example 2 or 0.5, refilled evenly over 24 h; no
 def _show(ledger: Ledger, tenants: list[Tenant], as_json: bool) -> None:
     now, half_life = ledger.now(), ledger.policy().half_life_us
     used = {t.name: used_now(t, now, half_life) for t in tenants}
-    times = {t.name: ledger.allowance(t.name) for t in tenants}
+    times = {t.name: ledger.allowance(t.name) if t.gpu_us_per_day else allowance(t, 0, now) for t in tenants}
     if as_json:
         print_json([tenant_json(t, used[t.name], times[t.name]) for t in tenants])
         return

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from sublet.core import allowance
 from sublet.core.allowance import Allowance
 from sublet.core.device import Slice
-from sublet.core.errors import SubletError
 from sublet.core.lease import HOLDING, Lease, Request
 from sublet.core.tenancy import Tenant
 from sublet.ledger.rows import LEASE_BY_ID, SELECT_DEVICE, device_of, lease_of
@@ -53,10 +52,8 @@ class Purse:
 
 def purse(tx: Tx, lease: Lease) -> Purse | None:
     """None: its tenant has no such quota."""
-    tenant = load_tenant(tx, lease.tenant)
-    if tenant is None or not tenant.gpu_us_per_day:
-        return None
-    return Purse(tenant, _rate(tx, lease))
+    tenant = _paying(tx, lease.tenant)
+    return Purse(tenant, _rate(tx, lease)) if tenant is not None else None
 
 
 def pay_renewal(tx: Tx, purse: Purse, more_us: int) -> None:
@@ -65,8 +62,8 @@ def pay_renewal(tx: Tx, purse: Purse, more_us: int) -> None:
 
 def settle(tx: Tx, lease: Lease, ended_at: int) -> None:
     """The lease ended, and its slices are still there."""
-    tenant = load_tenant(tx, lease.tenant)
-    if tenant is not None and tenant.gpu_us_per_day:
+    tenant = _paying(tx, lease.tenant)
+    if tenant is not None:
         _write(tx, allowance.settled(tenant, _rate(tx, lease), lease.expires_at - ended_at, tx.now))
 
 
@@ -84,13 +81,8 @@ def change(tx: Tx, tenant: Tenant, per_day_us: int) -> None:
     _write(tx, allowance.changed_quota(tenant, per_day_us, ahead, tx.now))
 
 
-def look(tx: Tx, name: str) -> Allowance | SubletError:
-    from sublet.ledger.tenants import get_tenant
-
-    tenant = get_tenant(tx, name)
-    if isinstance(tenant, SubletError):
-        return tenant
-    ahead = _paid_ahead(tx, name, locked=False) if tenant.gpu_us_per_day else 0
+def look(tx: Tx, tenant: Tenant) -> Allowance:
+    ahead = _paid_ahead(tx, tenant.name, locked=False) if tenant.gpu_us_per_day else 0
     return allowance.allowance(tenant, ahead, tx.now)
 
 
@@ -105,6 +97,12 @@ def _paid_ahead(tx: Tx, tenant: str, *, locked: bool) -> int:
         if lease is not None and lease.state in HOLDING:
             total += allowance.cost(_rate(tx, lease), max(0, lease.expires_at - tx.now))
     return total
+
+
+def _paying(tx: Tx, name: str) -> Tenant | None:
+    """The tenant, if it has such a quota. Most have none, and renewing must stay cheap: one number is read to know it."""
+    row = tx.row("SELECT gpu_us_per_day FROM tenant WHERE name = ?", name)
+    return load_tenant(tx, name) if row is not None and row[0] else None
 
 
 def _rate(tx: Tx, lease: Lease) -> int:

@@ -28,7 +28,6 @@ from sublet.core.token import Scope, Token, check_digest, check_id, check_note
 from sublet.core.values import MAX_DURATION_US, check_job, check_name
 from sublet.core.versions import Adoption, Kept, Versions, check_tag
 from sublet.ledger import (
-    allowances,
     blocks,
     devices,
     goodput,
@@ -214,7 +213,7 @@ class SqlLedger(ItemVerbs):
         return self._write(lambda tx: tenants.set_tenant(tx, name, changes, actor), durable=True)  # type: ignore[no-any-return]
 
     def allowance(self, name: str) -> Allowance:
-        return raised(self.engine.read(lambda tx: allowances.look(tx, name)))
+        return raised(self.engine.read(lambda tx: tenants.get_allowance(tx, name)))
 
     def remove_tenant(self, name: str, *, actor: str) -> None:
         self._write(lambda tx: tenants.remove_tenant(tx, name, actor), durable=True)

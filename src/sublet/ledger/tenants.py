@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sublet.core.allowance import Allowance
 from sublet.core.errors import BadInput, NotFound, SubletError
 from sublet.core.tenancy import Tenant
 from sublet.ledger import allowances, tokens
@@ -21,6 +22,11 @@ def _unknown(name: str) -> NotFound:
 
 def get_tenant(tx: Tx, name: str) -> Tenant | SubletError:
     return load_tenant(tx, name) or _unknown(name)
+
+
+def get_allowance(tx: Tx, name: str) -> Allowance | SubletError:
+    tenant = load_tenant(tx, name)
+    return allowances.look(tx, tenant) if tenant is not None else _unknown(name)
 
 
 def _limits(tenant: Tenant) -> dict[str, object]:
