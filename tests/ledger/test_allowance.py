@@ -271,3 +271,24 @@ def test_others_pay_nothing(pool: Rig) -> None:
     bob = pool.ledger.tenant("bob")
     assert (bob.gpu_us_per_day, bob.left_us) == (0, 0)
     assert replace(pool.ledger.allowance("bob"), at=0, full_at=0).left_us == 0
+
+
+def test_a_renewal_on_its_way_is_counted_when_a_quota_is_set(postgres: Rig) -> None:
+    """Renewing in SQL takes no lock of the pool. Whoever sets a quota waits for the lease's row and counts what it says then."""
+    postgres.device()
+    postgres.tenant("ada")
+    lease = whole(postgres, ttl_us=MINUTE).lease
+    renewing = postgres.schema.connect()  # type: ignore[attr-defined]
+    renewing.execute("BEGIN")
+    renewing.execute(
+        "UPDATE lease SET expires_at = %s WHERE id = %s", (lease.expires_at + 30 * MINUTE, lease.id)
+    )
+    other = postgres.open()
+    setting = threading.Thread(target=lambda: other.set_tenant("ada", actor="op", gpu_us_per_day=HOUR_US))
+    setting.start()
+    setting.join(0.3)
+    assert setting.is_alive()
+    renewing.execute("COMMIT")
+    setting.join(30)
+    renewing.close()
+    assert left(postgres) == pytest.approx(29 * MINUTE, abs=SLACK)
