@@ -31,7 +31,7 @@ def command_pages(command: click.Command, path: str, parent: click.Context | Non
 
 def cli_page() -> str:
     codes = """Exit codes: 0 done · 2 the request is wrong · 69 the ledger does not answer · 70 a bug in sublet · 71 the device \
-failed · 73 somebody was first · 74 it was not saved · 75 no lease · 76 the lease is lost · 78 the installation is wrong · 85 \
+failed · 73 somebody was first · 74 it was not saved · 75 no lease · 76 the lease is lost · 77 the token is refused · 78 the installation is wrong · 85 \
 preempted and committed · 124 time limit · 126, 127 the command cannot be run · 130 interrupted · 137 killed after its grace. Every listing takes `--json`; an error is then JSON on standard error.
 """
     return "# Command line\n" + NOTE + "\n" + codes + "\n" + "\n".join(command_pages(cli, "sublet", None))

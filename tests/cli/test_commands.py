@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -83,6 +84,27 @@ def test_waiting_tells_place_and_reason_and_revoke_makes_room(home: Home) -> Non
     made = json.loads(waiter.communicate(timeout=30)[0])
     assert made["state"] == "active"
     assert as_json(home, "lease", "show", first["id"])["reason"] == "revoked"
+
+
+def test_gpu_hours_a_day_are_set_shown_and_used_up(home: Home) -> None:
+    [made] = as_json(home, "tenant", "add", "ada", "--gpu-hours-per-day", "0.5")
+    assert (made["gpu_us_per_day"], made["gpu_us_left"]) == (1_800_000_000, 1_800_000_000)
+    assert as_json(home, "quota", "set", "ada", "--gpu-hours-per-day", "2")[0]["gpu_us_left"] == 7_200_000_000
+    held = as_json(home, "lease", "acquire", "--tenant", "ada", "--vram", "16GiB", "--ttl", "1h")
+    [seen] = as_json(home, "quota", "show", "ada")
+    assert seen["gpu_us_left"] > 7_100_000_000  # used as it is used
+    assert seen["gpu_us_paid_ahead"] > 3_500_000_000
+    assert re.search(r"left \d.* of 2h00m, full again at \d{4}-", sublet(home, "quota", "show", "ada").stdout)
+    as_json(home, "quota", "set", "ada", "--gpu-hours-per-day", "0.01")
+    refused = sublet(home, "lease", "acquire", "--tenant", "ada", "--vram", "1GiB", "--nonblock")
+    assert refused.returncode == 75
+    assert re.search(
+        r"asked for \S+ of GPU time, left are 0ms of 36s a day, refill at \d{4}-", refused.stderr
+    )
+    sublet(home, "lease", "release", held["id"])
+    assert as_json(home, "quota", "set", "ada", "--gpu-hours-per-day", "none")[0]["gpu_us_left"] is None
+    assert sublet(home, "quota", "set", "ada", "--gpu-hours-per-day", "lots").returncode == 2
+    assert "∞" in sublet(home, "quota", "show", "ada").stdout
 
 
 def test_tenants_and_quotas(home: Home) -> None:

@@ -498,13 +498,13 @@ def test_the_reason_names_the_one_thing_in_the_way(
     leases: list[Lease], asked: dict[str, object], why: str
 ) -> None:
     w = waiter("w", **asked)  # type: ignore[arg-type]
-    assert why_waiting(w, view_of([device()], leases, [w])).startswith(why)
+    assert why_waiting(w, view_of([device()], leases, [w]), NOW).startswith(why)
 
 
 def test_the_reason_names_the_quota_first() -> None:
     w = waiter("w", gb=8)
     view = view_of([device()], [active("x", tenant="ann")], [w], [Tenant(name="ann", max_leases=1)])
-    assert why_waiting(w, view) == "quota: tenant ann holds 1 of 1 leases"
+    assert why_waiting(w, view, NOW) == "quota: tenant ann holds 1 of 1 leases"
 
 
 # --- random views --------------------------------------------------------------------------------------------

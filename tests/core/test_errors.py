@@ -21,6 +21,7 @@ from sublet.core.errors import (
     Refused,
     Stale,
     SubletError,
+    Unauthorized,
     error_by_code,
     error_tree,
 )
@@ -36,6 +37,7 @@ FAMILIES = (
     Disconnected,
     BadInput,
     Misconfigured,
+    Unauthorized,
     InvariantBroken,
 )
 

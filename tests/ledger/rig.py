@@ -27,6 +27,7 @@ TABLES = [
     "meta",
     "pool",
     "tenant",
+    "token",
     "host",
     "device",
     "lease",

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,11 @@ def test_an_older_ledger_is_refused_until_it_is_migrated(
     url, everything = f"sqlite:{tmp_path}/old.db", migrations.migrations("sqlite")
     clock = VirtualClock()
     with monkeypatch.context() as then:
-        then.setattr(migrations, "migrations", lambda _: everything[:1])
+        # Today's verbs make it, so it has the columns they read meanwhile; it is left without them, as it was then.
+        first = replace(
+            everything[0], sql=everything[0].sql + _columns("ADD COLUMN {} INTEGER NOT NULL DEFAULT 0")
+        )
+        then.setattr(migrations, "migrations", lambda _: [first])
         old = open_ledger(url, clock)
         old.add_tenant(Tenant(name="t"), actor="test")
         device = FoundDevice(id="d", driver="host", ordinal=0, name="d", capacity_bytes=100)
@@ -131,6 +136,7 @@ def test_an_older_ledger_is_refused_until_it_is_migrated(
         old.acquire("L1", "s", request, Holder(host="h", pid=7, started=7))
         held = old.look("L1").lease
         old.close()
+    _database(tmp_path / "old.db", _columns("DROP COLUMN {}"))
     newest = migrations.newest("sqlite")
     with pytest.raises(SchemaMismatch, match=f"has schema 1, this sublet needs {newest}") as raised:
         open_ledger(url, clock)
@@ -145,6 +151,11 @@ def test_an_older_ledger_is_refused_until_it_is_migrated(
     assert [t.lease_id for t in new.receipts()] == ["L1"]
     assert not new.verify().faults
     new.close()
+
+
+def _columns(change: str) -> str:
+    later = ("gpu_us_per_day", "left_us", "left_at")
+    return "".join(f"ALTER TABLE tenant {change.format(name)};" for name in later)
 
 
 def _database(path: Path, *statements: str) -> None:

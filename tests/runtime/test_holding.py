@@ -12,6 +12,7 @@ import sublet
 from sublet import wiring
 from sublet.core.effect import Commit, Committed
 from sublet.core.lease import EndReason, Holder, LeaseState
+from sublet.core.tenancy import Tenant
 from sublet.runtime.acquire import acquire
 from tests.runtime.conftest import Home, process_is_gone, wait_until
 
@@ -78,6 +79,28 @@ def test_a_stopped_holder_is_killed_at_its_deadline(home: Home) -> None:
     settled = [e for _, e in ledger.tail(limit=100) if e.kind == "lease.settled"]
     assert '"ladder":"kill"' in settled[-1].body
     assert ledger.devices()[0].free_bytes == 16 << 30
+
+
+def test_a_lease_that_cannot_be_paid_any_longer_is_told_before_it_ends(home: Home) -> None:
+    """It has a ttl of a minute and GPU time for two seconds: told after one, over after two, whatever the ttl says (L6)."""
+    ledger = ledger_of(home)
+    ledger.add_tenant(Tenant(name="poor", gpu_us_per_day=2_000_000), actor="test")
+    with sublet.gpu(vram="16GiB", ttl="1m", tenant="poor", exclusivity="device", holder="name") as lease:
+        wait_until(lambda: lease.notice is not None)
+        assert lease.status == "revoking"
+        assert "used its 2.0s of GPU time a day" in lease.notice.reason
+        wait_until(lambda: lease.status == "ended")
+        with pytest.raises(sublet.LeaseLost):
+            lease.check()
+        wait_until(lambda: ledger.look(lease.id).lease.state is LeaseState.ENDED)
+    ended = ledger.look(lease.id).lease
+    assert ended.reason is EndReason.QUOTA
+    assert 2_000_000 <= ended.ended_at - ended.granted_at < 2_001_000
+    with (
+        pytest.raises(sublet.Refused, match=r"left are .* refill at"),
+        sublet.gpu(vram="1GiB", ttl="1m", tenant="poor", wait=0, holder="name"),
+    ):
+        pass
 
 
 ZOMBIE = """

@@ -25,6 +25,7 @@ from sublet.core.errors import (
     Refused,
     Stale,
     SubletError,
+    Unauthorized,
 )
 
 #: Family to exit code; the nearest ancestor in this table wins.
@@ -37,6 +38,7 @@ EXIT_CODES: dict[type[SubletError], int] = {
     NotDurable: 74,
     Refused: 75,
     LeaseLost: 76,
+    Unauthorized: 77,
     Misconfigured: 78,
     SubletError: 1,
 }

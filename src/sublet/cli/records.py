@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from sublet.core.allowance import Allowance
 from sublet.core.device import Device
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.tenancy import Tenant
@@ -17,6 +18,7 @@ _ENDED = {
     EndReason.REVOKED: "CA",
     EndReason.HOLD_CAP: "PR",
     EndReason.IDLE: "PR",
+    EndReason.QUOTA: "PR",
     EndReason.DEVICE_LOST: "NF",
     EndReason.HOLDER_LOST: "NF",
     EndReason.REFUSED: "F",
@@ -125,7 +127,7 @@ def receipt_json(torn: Teardown) -> dict[str, object]:
     }
 
 
-def tenant_json(tenant: Tenant, used_us: int) -> dict[str, object]:
+def tenant_json(tenant: Tenant, used_us: int, time: Allowance) -> dict[str, object]:
     return {
         "name": tenant.name,
         "weight": tenant.weight,
@@ -136,4 +138,8 @@ def tenant_json(tenant: Tenant, used_us: int) -> dict[str, object]:
         "live_bytes": tenant.live_bytes,
         "waiting": tenant.waiting,
         "recent_gpu_us": used_us,
+        "gpu_us_per_day": tenant.gpu_us_per_day,
+        "gpu_us_left": time.left_us if tenant.gpu_us_per_day else None,
+        "gpu_us_paid_ahead": time.ahead_us if tenant.gpu_us_per_day else None,
+        "full_at": time.full_at if tenant.gpu_us_per_day else None,
     }

@@ -1,15 +1,17 @@
-"""`sublet tenant …` and `sublet quota …`."""
+"""`sublet tenant …` and `sublet quota …`; `sublet tenant token …` is in `token.py`."""
 
 from __future__ import annotations
 
 import click
 
 from sublet.cli.operate import actor
-from sublet.cli.output import json_option, print_json, print_table
+from sublet.cli.output import instant, json_option, print_json, print_table
 from sublet.cli.records import tenant_json
+from sublet.cli.token import token
+from sublet.core.allowance import Allowance, allowance
 from sublet.core.errors import BadInput
 from sublet.core.tenancy import DEFAULT_WEIGHT, Tenant, used_now
-from sublet.core.values import format_duration, format_size, parse_size
+from sublet.core.values import format_duration, format_size, parse_duration, parse_size
 from sublet.ports.ledger import Ledger
 from sublet.settings import load_settings
 from sublet.wiring import open_ledger
@@ -21,14 +23,24 @@ def _limit(text: str | None) -> int | None:
     return 0 if text in ("0", "none") else parse_size(text, what="max-vram")
 
 
+def _per_day(text: str | None) -> int | None:
+    if text is None:
+        return None
+    return 0 if text in ("0", "none") else parse_duration(f"{text}h", what="gpu-hours-per-day")
+
+
+_PER_DAY = "GPU-hours a day, for example 2 or 0.5, refilled evenly over 24 h; none: no limit."
+
+
 def _show(ledger: Ledger, tenants: list[Tenant], as_json: bool) -> None:
     now, half_life = ledger.now(), ledger.policy().half_life_us
     used = {t.name: used_now(t, now, half_life) for t in tenants}
+    times = {t.name: ledger.allowance(t.name) if t.gpu_us_per_day else allowance(t, 0, now) for t in tenants}
     if as_json:
-        print_json([tenant_json(t, used[t.name]) for t in tenants])
+        print_json([tenant_json(t, used[t.name], times[t.name]) for t in tenants])
         return
     print_table(
-        ["TENANT", "WEIGHT", "LEASES", "VRAM", "WAITING", "RECENT GPU TIME"],
+        ["TENANT", "WEIGHT", "LEASES", "VRAM", "WAITING", "RECENT GPU TIME", "GPU TIME A DAY"],
         [
             (
                 t.name,
@@ -38,6 +50,7 @@ def _show(ledger: Ledger, tenants: list[Tenant], as_json: bool) -> None:
                 f"{format_size(t.max_vram_bytes) if t.max_vram_bytes else '∞'}",
                 f"{t.waiting} of {t.max_waiting or ledger.policy().tenant_waiting_max}",
                 format_duration(used[t.name]),
+                _by_the_day(times[t.name]),
             )
             for t in tenants
         ],
@@ -45,9 +58,19 @@ def _show(ledger: Ledger, tenants: list[Tenant], as_json: bool) -> None:
     )
 
 
+def _by_the_day(time: Allowance) -> str:
+    if not time.per_day_us:
+        return "∞"
+    left = format_duration(max(0, time.left_us))
+    return f"left {left} of {format_duration(time.per_day_us)}, full again at {instant(time.full_at)}"
+
+
 @click.group()
 def tenant() -> None:
     """Who may lease: add, list, change, remove."""
+
+
+tenant.add_command(token)
 
 
 @tenant.command("ls", epilog="Example:  sublet tenant ls --json")
@@ -64,9 +87,16 @@ def list_tenants(as_json: bool) -> None:
 @click.option("--max-leases", default=0, help="0: no limit.")
 @click.option("--max-vram", default=None, help="For example 32GB; none: no limit.")
 @click.option("--max-waiting", default=0, help="0: the policy's limit.")
+@click.option("--gpu-hours-per-day", default=None, help=_PER_DAY)
 @json_option
 def add(
-    name: str, weight: int, max_leases: int, max_vram: str | None, max_waiting: int, as_json: bool
+    name: str,
+    weight: int,
+    max_leases: int,
+    max_vram: str | None,
+    max_waiting: int,
+    gpu_hours_per_day: str | None,
+    as_json: bool,
 ) -> None:
     """Add a tenant."""
     ledger = open_ledger(load_settings())
@@ -77,6 +107,7 @@ def add(
             max_leases=max_leases,
             max_vram_bytes=_limit(max_vram) or 0,
             max_waiting=max_waiting,
+            gpu_us_per_day=_per_day(gpu_hours_per_day) or 0,
         ),
         actor=actor(),
     )
@@ -112,6 +143,7 @@ def show(name: str | None, as_json: bool) -> None:
 @click.option("--max-leases", type=int, default=None, help="0: no limit.")
 @click.option("--max-vram", default=None, help="For example 32GB; none: no limit.")
 @click.option("--max-waiting", type=int, default=None, help="0: the policy's limit.")
+@click.option("--gpu-hours-per-day", default=None, help=_PER_DAY)
 @json_option
 def change(
     name: str,
@@ -119,11 +151,14 @@ def change(
     max_leases: int | None,
     max_vram: str | None,
     max_waiting: int | None,
+    gpu_hours_per_day: str | None,
     as_json: bool,
 ) -> None:
     """Change a tenant's quota or weight. Live leases keep what they have."""
-    if weight is None and max_leases is None and max_vram is None and max_waiting is None:
-        raise BadInput("nothing to change: give --weight, --max-leases, --max-vram or --max-waiting")
+    if all(v is None for v in (weight, max_leases, max_vram, max_waiting, gpu_hours_per_day)):
+        raise BadInput(
+            "nothing to change: give --weight, --max-leases, --max-vram, --max-waiting or --gpu-hours-per-day"
+        )
     ledger = open_ledger(load_settings())
     changed = ledger.set_tenant(
         name,
@@ -132,5 +167,6 @@ def change(
         max_leases=max_leases,
         max_vram_bytes=_limit(max_vram),
         max_waiting=max_waiting,
+        gpu_us_per_day=_per_day(gpu_hours_per_day),
     )
     _show(ledger, [changed], as_json)

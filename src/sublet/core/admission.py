@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from sublet.core.allowance import least_rate, paid, payable_us, rate_on, used_up
 from sublet.core.device import (
     Device,
     DeviceState,
@@ -119,7 +120,7 @@ def in_order(view: View, now: int) -> list[Lease]:
     return sorted(view.waiters, key=lambda w: rank(w, shares, view, now))
 
 
-def why_waiting(waiter: Lease, view: View) -> str:
+def why_waiting(waiter: Lease, view: View, now: int) -> str:
     """The one thing that keeps this request from starting, in the user's words."""
     shape = waiter.request.shape()
     tenant = view.tenants.get(waiter.tenant)
@@ -127,6 +128,7 @@ def why_waiting(waiter: Lease, view: View) -> str:
         quota = over_quota(
             tenant, _least_bytes(waiter.request, [(d.host, d.capacity_bytes) for d in view.devices])
         )
+        quota = quota or used_up(tenant, waiter.request, least_rate(waiter.request, view.devices), now)
         if quota:
             return f"quota: {quota}"
     ready = [
@@ -152,9 +154,10 @@ class _Room:
     devices: dict[str, Device]
     tenants: dict[str, Tenant]
     kept: set[str]
+    policy: Policy
+    now: int
 
     def take(self, lease: Lease, slices: Sequence[Slice]) -> None:
-
         request = lease.request
         for s in slices:
             self.devices[s.device_id] = join(
@@ -162,6 +165,8 @@ class _Room:
             )
         tenant = self.tenants.get(request.tenant)
         if tenant is not None:
+            capacities = {d: device.capacity_bytes for d, device in self.devices.items()}
+            tenant = _paying(tenant, request, rate_on(request.exclusivity, slices, capacities), self)
             self.tenants[request.tenant] = replace(
                 tenant,
                 live_leases=tenant.live_leases + 1,
@@ -189,6 +194,14 @@ class _Room:
             self.kept.update(d.id for d in near[: shape.count])
 
 
+def _paying(tenant: Tenant, request: Request, rate_ppm: int, room: _Room) -> Tenant:
+    """What is left after a waiter's grant: it pays until it has to be taken up, and for the rest when it is."""
+    most = payable_us(tenant, rate_ppm, room.now)
+    if most is None:
+        return tenant
+    return paid(tenant, rate_ppm, min(most, request.ttl_us, room.policy.claim_us), room.now)
+
+
 def _within_quota(request: Request, tenant: Tenant) -> int:
     """The most VRAM per device the quota allows now: all that was asked, less for a request that accepts less, or 0."""
     if not over_quota(tenant, request.vram_bytes * request.count):
@@ -200,7 +213,7 @@ def _within_quota(request: Request, tenant: Tenant) -> int:
 
 def place(view: View, now: int) -> list[Grant | Offer]:
     """Walk the waitlist in order and hand out what is free."""
-    room = _Room({d.id: d for d in view.devices}, dict(view.tenants), set())
+    room = _Room({d.id: d for d in view.devices}, dict(view.tenants), set(), view.policy, now)
     placed: list[Grant | Offer] = []
     for waiter in in_order(view, now):
         if waiter.offer_until > now:
@@ -210,6 +223,8 @@ def place(view: View, now: int) -> list[Grant | Offer]:
         wanted = _within_quota(request, tenant) if tenant is not None else 0
         if tenant is None or not wanted:
             continue  # blocked by its own quota: it must not hold anything back from others
+        if used_up(tenant, request, least_rate(request, view.devices), now):
+            continue
         shape = request.shape(wanted)
         slices = fit(shape, room.open_devices())
         if slices is not None and over_quota(tenant, sum(s.vram_bytes for s in slices)):
@@ -249,7 +264,7 @@ def place(view: View, now: int) -> list[Grant | Offer]:
                     slices=smaller_slices,
                     vram_bytes=smaller,
                     until=now + view.policy.offer_hold_us,
-                    reason=f"{format_size(smaller)} is free now; {why_waiting(waiter, view)}",
+                    reason=f"{format_size(smaller)} is free now; {why_waiting(waiter, view, now)}",
                 )
             )
             continue
@@ -280,7 +295,7 @@ def expect(waiter: Lease, view: View, now: int, *, horizon: int = 256) -> Wait:
     """Position, and the moment at which the leases whose end is known would have made room."""
     order = in_order(view, now)
     position = next((i for i, w in enumerate(order, 1) if w.id == waiter.id), len(order) + 1)
-    reason = why_waiting(waiter, view)
+    reason = why_waiting(waiter, view, now)
     ends = sorted(
         (end, lease.id, lease)
         for lease in view.leases

@@ -3,7 +3,7 @@
 Rules of this file:
 - A family says what to do: `Refused` wait or ask for less, `LeaseLost` reacquire, `Stale` reload or stop,
   `NotDurable` it was not saved, `DeviceFault` go elsewhere, `Disconnected` retry with a limit,
-  `BadInput` correct the request, `Misconfigured` correct the installation.
+  `BadInput` correct the request, `Misconfigured` correct the installation, `Unauthorized` use another token.
 - `InvariantBroken` is our bug. Nothing catches it.
 - A class's docstring is its default message; `code` is stable across releases and surfaces; `remedy` is the
   next thing to do. A message never holds a secret, a path inside the service, or a connection string.
@@ -356,6 +356,29 @@ class RankLost(Disconnected):
 
     code = "rank_lost"
     remedy = "start all ranks again: they resume at the committed step"
+
+
+class Unauthorized(SubletError):
+    """The token does not open this; nothing was read or changed."""
+
+    code = "unauthorized"
+    remedy = (
+        "use the whole token as it was printed, or ask the operator for one: sublet tenant token add NAME"
+    )
+
+
+class TokenExpired(Unauthorized):
+    """The token has expired; nothing was read or changed."""
+
+    code = "token_expired"
+    remedy = "ask the operator for a new one: sublet tenant token add NAME"
+
+
+class TokenRevoked(Unauthorized):
+    """The token was revoked or rotated; nothing was read or changed."""
+
+    code = "token_revoked"
+    remedy = "use the token that replaced it, or ask the operator for a new one: sublet tenant token add NAME"
 
 
 class InvariantBroken(SubletError):

@@ -27,6 +27,7 @@ LOSSES = (
     EndReason.PREEMPTED,
     EndReason.HOLD_CAP,
     EndReason.IDLE,
+    EndReason.QUOTA,
     EndReason.DEVICE_LOST,
     EndReason.HOLDER_LOST,
 )

@@ -60,6 +60,7 @@ class EndReason(Enum):
     PREEMPTED = "preempted"
     HOLD_CAP = "hold_cap"
     IDLE = "idle"
+    QUOTA = "quota"  # the tenant's GPU time of the day is used up
     DEVICE_LOST = "device_lost"
     HOLDER_LOST = "holder_lost"
     REFUSED = "refused"
@@ -71,6 +72,7 @@ REVOCABLE_FOR = (
     EndReason.PREEMPTED,
     EndReason.HOLD_CAP,
     EndReason.IDLE,
+    EndReason.QUOTA,
     EndReason.DEVICE_LOST,
 )
 
@@ -237,8 +239,11 @@ class NotRenewed:
     reason: str
 
 
-def renew(lease: Lease, epoch: int, now: int, *, capped: bool) -> Renewed | NotRenewed:
-    """L3 and L4. `capped` says whether the hold cap applies now: somebody waits, or the operator is strict."""
+def renew(
+    lease: Lease, epoch: int, now: int, *, capped: bool, payable_us: int | None = None
+) -> Renewed | NotRenewed:
+    """L3 and L4. `capped` says whether the hold cap applies now: somebody waits, or the operator is strict. `payable_us` is how
+    much further its tenant can pay for it; with nothing left it is not refused, since it is paid for until it expires."""
     refusal = fence(lease, epoch, now)
     if refusal:
         return NotRenewed(refusal)
@@ -252,6 +257,8 @@ def renew(lease: Lease, epoch: int, now: int, *, capped: bool) -> Renewed | NotR
                 f"it was held for {format_duration(lease.hold_cap_us)}, the most while others wait"
             )
         wanted = min(wanted, cap)
+    if payable_us is not None:
+        wanted = min(wanted, lease.expires_at + payable_us)
     # A cap that begins to apply never shortens what was already promised.
     return Renewed(max(lease.expires_at, wanted))
 

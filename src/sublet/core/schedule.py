@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sublet.core.admission import Grant, Offer, View, in_order, place
+from sublet.core.allowance import least_rate, left_now, needed, notice_at, rate_on, refilled_at, used_up
 from sublet.core.device import Slice, slice_bytes
 from sublet.core.lease import EndReason, Lease, LeaseState, overdue
 from sublet.core.preemption import Claim, cap_notice_at, choose, protected_us
@@ -71,7 +72,9 @@ def tick(view: View, now: int) -> list[Instruction]:
     view = replace(view, waiters=tuple(w for w in view.waiters if w.id not in dropped))
     placed = place(view, now)
     leaving = {*(e.lease_id for e in ends), *dropped, *(w.lease_id for w in lapsed)}
-    return [*ends, *drops, *lapsed, *placed, *_make_room(view, placed, leaving, now)]
+    unpaid = _unpaid(view, leaving, now)
+    leaving |= {r.lease_id for r in unpaid}
+    return [*ends, *drops, *lapsed, *unpaid, *placed, *_make_room(view, placed, leaving, now)]
 
 
 def _ends(view: View, now: int) -> list[End]:
@@ -87,6 +90,32 @@ def _ends(view: View, now: int) -> list[End]:
         else:
             why = lease.detail or "its grace is over"
         found.append(End(lease_id=lease.id, epoch=lease.epoch, end_reason=reason, reason=why))
+    return found
+
+
+def _unpaid(view: View, leaving: set[str], now: int) -> list[Revoke]:
+    """Leases whose tenant has no GPU time left to renew them with, a grace before what is paid for is over."""
+    found: list[Revoke] = []
+    capacities = {d.id: d.capacity_bytes for d in view.devices}
+    for lease in view.leases:
+        tenant = view.tenants.get(lease.tenant)
+        if tenant is None or not tenant.gpu_us_per_day or lease.state is not LeaseState.ACTIVE:
+            continue
+        if lease.id in leaving or now < notice_at(lease, view.policy.grace_us):
+            continue
+        rate = rate_on(lease.request.exclusivity, lease.slices, capacities)
+        left = left_now(tenant, now)
+        if left >= needed(tenant, rate, lease.request.ttl_us):
+            continue
+        found.append(
+            Revoke(
+                lease_id=lease.id,
+                epoch=lease.epoch,
+                end_reason=EndReason.QUOTA,
+                deadline_at=lease.expires_at,
+                reason=f"tenant {tenant.name} has used its {format_duration(tenant.gpu_us_per_day)} of GPU time a day",
+            )
+        )
     return found
 
 
@@ -121,6 +150,8 @@ def _make_room(view: View, placed: list[Grant | Offer], leaving: set[str], now: 
         shape = waiter.request.shape()
         tenant = tenants.get(waiter.tenant)
         if tenant is None or over_quota(tenant, shape.vram_bytes * shape.count):
+            continue
+        if used_up(tenant, waiter.request, least_rate(waiter.request, view.devices), now):
             continue
         choice = choose(waiter, view.devices, list(holding.values()), view.policy, now)
         if choice is None:
@@ -162,7 +193,15 @@ def next_look_at(view: View, now: int) -> int | None:
     """When time alone will change the answer; None when only an event can."""
     policy = view.policy
     moments = [lease.ends_at for lease in view.leases if lease.state is not LeaseState.ENDED]
+    for lease in view.leases:
+        tenant = view.tenants.get(lease.tenant)
+        if tenant is not None and tenant.gpu_us_per_day and lease.state is LeaseState.ACTIVE:
+            moments.append(notice_at(lease, policy.grace_us))
     for w in view.waiters:
+        tenant = view.tenants.get(w.tenant)
+        if tenant is not None and tenant.gpu_us_per_day:
+            rate = least_rate(w.request, view.devices)
+            moments.append(refilled_at(tenant, needed(tenant, rate, w.request.ttl_us), now))
         moments += [m for m in (w.wait_until, w.offer_until) if m]
         moments.append(max(w.seen_at, w.joined_at) + policy.waiter_silence_us)
         promotions = max(0, now - w.joined_at) // max(1, policy.promote_after_us) + 1

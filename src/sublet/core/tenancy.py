@@ -30,6 +30,9 @@ class Tenant:
     rate_ppm: int = 0
     as_of: int = 0
     cooldown_until: int = 0
+    gpu_us_per_day: int = 0  # see core.allowance
+    left_us: int = 0  # of it, as of left_at
+    left_at: int = 0
 
 
 #: 2^(-i/64) in 32-bit fixed point. A straight line over a whole half-life would forget too slowly when a row is brought

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-
 from sublet.core.errors import NotFound
+from sublet.core.token import digest_of as secret_hash
+from sublet.core.token import opens
 from sublet.ledger.rows import LEASE_BY_ID, secret_hash_of
 from sublet.ledger.tx import Row, Tx
 
-
-def secret_hash(secret: str) -> str:
-    return hashlib.sha256(secret.encode()).hexdigest()
+__all__ = ["opened", "proves", "secret_hash", "unknown"]
 
 
 def proves(row: Row, secret: str) -> bool:
-    return hmac.compare_digest(secret_hash_of(row), secret_hash(secret))
+    return opens(secret, secret_hash_of(row))
 
 
 def opened(tx: Tx, lease_id: str, secret: str) -> Row | NotFound:

@@ -37,7 +37,7 @@ from sublet.core.lease import (
     renew as decide_renew,
 )
 from sublet.core.values import format_duration
-from sublet.ledger import receipts
+from sublet.ledger import allowances, receipts
 from sublet.ledger import slices as slicing
 from sublet.ledger.credentials import opened, proves, secret_hash
 from sublet.ledger.rows import (
@@ -60,7 +60,14 @@ def renew(tx: Tx, key: LeaseKey, busy: bool) -> Answer | SubletError:
     if row is None or not proves(row, key.secret):
         return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
     lease = lease_of(row)
-    decision = decide_renew(lease, key.epoch, now, capped=pool.waiting > 0 or pool.policy.strict_hold)
+    purse = allowances.purse(tx, lease)
+    decision = decide_renew(
+        lease,
+        key.epoch,
+        now,
+        capped=pool.waiting > 0 or pool.policy.strict_hold,
+        payable_us=purse.payable_us(now) if purse is not None else None,
+    )
     if not isinstance(decision, Renewed):
         write_main(
             tx,
@@ -71,6 +78,8 @@ def renew(tx: Tx, key: LeaseKey, busy: bool) -> Answer | SubletError:
         )
         error = LeaseLost if lease.state is not LeaseState.REVOKING else LeaseNotActive
         return error(f"lease {lease.id} was not renewed: {decision.reason}")
+    if purse is not None:
+        allowances.pay_renewal(tx, purse, decision.expires_at - lease.expires_at)
     end = write_strand(
         tx,
         lease_strand(lease.id),
@@ -184,6 +193,8 @@ def _close(
         settled_at,
         lease.id,
     )
+    if usage is not None:
+        allowances.settle(tx, lease, ended_at)
     if reason is EndReason.HOLD_CAP:
         tx.run(
             "UPDATE tenant SET cooldown_until = ? WHERE name = ?",

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from sublet.core import meter
 from sublet.core.admission import Wait, in_order, why_waiting
+from sublet.core.allowance import LEAST_PER_DAY_US, MOST_PER_DAY_US, Allowance
 from sublet.core.block import BlockRequest, check_locator, check_times
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved, check_key
@@ -23,7 +24,8 @@ from sublet.core.meter import Usage
 from sublet.core.policy import Policy
 from sublet.core.proof import Proof
 from sublet.core.tenancy import Tenant
-from sublet.core.values import check_job, check_name
+from sublet.core.token import Scope, Token, check_digest, check_id, check_note
+from sublet.core.values import MAX_DURATION_US, check_job, check_name
 from sublet.core.versions import Adoption, Kept, Versions, check_tag
 from sublet.ledger import (
     blocks,
@@ -37,6 +39,7 @@ from sublet.ledger import (
     restored,
     tenants,
     ticking,
+    tokens,
     versions,
     waitlist,
 )
@@ -183,6 +186,7 @@ class SqlLedger(ItemVerbs):
     def add_tenant(self, tenant: Tenant, *, actor: str, exist_ok: bool = False) -> Tenant:
         check_name(tenant.name, what="tenant")
         _check_limits(tenant.weight, tenant.max_leases, tenant.max_vram_bytes, tenant.max_waiting)
+        _check_per_day(tenant.gpu_us_per_day)
         return self._write(lambda tx: tenants.add_tenant(tx, tenant, actor, exist_ok), durable=True)  # type: ignore[no-any-return]
 
     def set_tenant(
@@ -194,19 +198,70 @@ class SqlLedger(ItemVerbs):
         max_leases: int | None = None,
         max_vram_bytes: int | None = None,
         max_waiting: int | None = None,
+        gpu_us_per_day: int | None = None,
     ) -> Tenant:
         wanted = {
             "weight": weight,
             "max_leases": max_leases,
             "max_vram_bytes": max_vram_bytes,
             "max_waiting": max_waiting,
+            "gpu_us_per_day": gpu_us_per_day,
         }
         _check_limits(weight if weight is not None else 1, max_leases, max_vram_bytes, max_waiting)
+        _check_per_day(gpu_us_per_day)
         changes = {column: value for column, value in wanted.items() if value is not None}
         return self._write(lambda tx: tenants.set_tenant(tx, name, changes, actor), durable=True)  # type: ignore[no-any-return]
 
+    def allowance(self, name: str) -> Allowance:
+        return raised(self.engine.read(lambda tx: tenants.get_allowance(tx, name)))
+
     def remove_tenant(self, name: str, *, actor: str) -> None:
         self._write(lambda tx: tenants.remove_tenant(tx, name, actor), durable=True)
+
+    # tokens
+
+    def add_token(
+        self,
+        token_id: str,
+        digest: str,
+        tenant: str,
+        *,
+        actor: str,
+        scope: Scope = Scope.USER,
+        lifetime_us: int = 0,
+        note: str = "",
+    ) -> Token:
+        check_name(tenant, what="tenant")
+        check_id(token_id)
+        check_digest(digest)
+        check_note(note)
+        if not 0 <= lifetime_us <= MAX_DURATION_US:
+            raise BadInput("a token expires after at most a year; 0: never")
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: tokens.add(tx, token_id, digest, tenant, scope, lifetime_us, note, actor), durable=True
+        )
+
+    def tokens(self, tenant: str = "") -> list[Token]:
+        return self.engine.read(lambda tx: tokens.list_tokens(tx, tenant))
+
+    def look_token(self, token_id: str) -> Token | None:
+        return self.engine.read(lambda tx: tokens.look(tx, token_id))
+
+    def rotate_token(
+        self, token_id: str, new_id: str, digest: str, *, actor: str, overlap_us: int = 0
+    ) -> Token:
+        check_id(token_id)
+        check_id(new_id)
+        check_digest(digest)
+        if not 0 <= overlap_us <= MAX_DURATION_US:
+            raise BadInput("an overlap is at most a year; 0: the old token is refused at once")
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: tokens.rotate(tx, token_id, new_id, digest, overlap_us, actor), durable=True
+        )
+
+    def revoke_token(self, token_id: str, *, actor: str) -> Token:
+        check_id(token_id)
+        return self._write(lambda tx: tokens.revoke(tx, token_id, actor), durable=True)  # type: ignore[no-any-return]
 
     # progress
 
@@ -420,12 +475,17 @@ def _check_limits(weight: int | None, *limits: int | None) -> None:
         raise BadInput("a quota must not be negative: use 0 for no limit")
 
 
+def _check_per_day(us: int | None) -> None:
+    if us and not LEAST_PER_DAY_US <= us <= MOST_PER_DAY_US:
+        raise BadInput("GPU time per day is out of range: use at least a second, or 0 for no limit")
+
+
 def _waits(tx: Tx, found: list[Lease]) -> dict[str, Wait]:
     """Position and reason of every waiter, in one pass."""
     if not any(x.state is LeaseState.WAITING for x in found):
         return {}
     view = waitlist.load_view(tx, with_leases=False)
     return {
-        w.id: Wait(position=i, eta_us=None, reason=why_waiting(w, view))
+        w.id: Wait(position=i, eta_us=None, reason=why_waiting(w, view, tx.now))
         for i, w in enumerate(in_order(view, tx.now), 1)
     }

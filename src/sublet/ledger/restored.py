@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from sublet.core.lease import EndReason
-from sublet.ledger import blocks, leases
+from sublet.ledger import blocks, leases, tokens
 from sublet.ledger.rows import SELECT_LEASE
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import Identity
@@ -32,6 +32,8 @@ def mark_restored(tx: Tx, actor: str) -> int:
         )
         ended += 1
     ended += blocks.end_all(tx, "the ledger was restored from a backup")
+    # Which tokens were revoked since the backup nobody knows any more, so none is let in (threat 4).
+    revoked = tokens.revoke_all(tx, "", actor, "the ledger was restored from a backup")
     pool.epoch += EPOCH_GAP
     pool.dirty = True
     incarnation = secrets.token_hex(8)
@@ -43,7 +45,7 @@ def mark_restored(tx: Tx, actor: str) -> int:
         "ledger.restored",
         "",
         "ledger",
-        {"by": actor, "incarnation": incarnation, "epoch": pool.epoch, "ended": ended},
+        {"by": actor, "incarnation": incarnation, "epoch": pool.epoch, "ended": ended, "tokens": revoked},
     )
     return ended
 

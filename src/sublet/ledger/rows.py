@@ -185,7 +185,7 @@ def device_of(r: Row) -> Device:
 
 TENANT_COLUMNS = (
     "name, weight, max_leases, max_vram_bytes, max_waiting, live_leases, live_bytes, waiting, used_us, rate_ppm, "
-    "as_of, cooldown_until"
+    "as_of, cooldown_until, gpu_us_per_day, left_us, left_at"
 )
 SELECT_TENANT = f"SELECT {TENANT_COLUMNS} FROM tenant"
 TENANT_BY_NAME = f"{SELECT_TENANT} WHERE name = ?"
@@ -205,6 +205,9 @@ def tenant_of(r: Row) -> Tenant:
         rate_ppm=r[9],
         as_of=r[10],
         cooldown_until=r[11],
+        gpu_us_per_day=r[12],
+        left_us=r[13],
+        left_at=r[14],
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from sublet.core.allowance import Allowance
 from sublet.core.errors import BadInput, NotFound, SubletError
 from sublet.core.tenancy import Tenant
+from sublet.ledger import allowances, tokens
 from sublet.ledger.rows import SELECT_TENANT, TENANT_COLUMNS, tenant_of
 from sublet.ledger.slices import load_tenant
 from sublet.ledger.tx import Tx, write_main
+from sublet.ports.topics import SCHEDULE_TOPIC
 
 
 def list_tenants(tx: Tx) -> list[Tenant]:
@@ -21,12 +24,18 @@ def get_tenant(tx: Tx, name: str) -> Tenant | SubletError:
     return load_tenant(tx, name) or _unknown(name)
 
 
+def get_allowance(tx: Tx, name: str) -> Allowance | SubletError:
+    tenant = load_tenant(tx, name)
+    return allowances.look(tx, tenant) if tenant is not None else _unknown(name)
+
+
 def _limits(tenant: Tenant) -> dict[str, object]:
     return {
         "weight": tenant.weight,
         "max_leases": tenant.max_leases,
         "max_vram_bytes": tenant.max_vram_bytes,
         "max_waiting": tenant.max_waiting,
+        "gpu_us_per_day": tenant.gpu_us_per_day,
     }
 
 
@@ -36,12 +45,15 @@ def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool) -> Tenant | S
     if known is not None:
         return known if exist_ok or tx.again else BadInput(f"tenant {tenant.name} exists already")
     tx.run(
-        f"INSERT INTO tenant ({TENANT_COLUMNS}) VALUES (?,?,?,?,?,0,0,0,0,0,?,0)",
+        f"INSERT INTO tenant ({TENANT_COLUMNS}) VALUES (?,?,?,?,?,0,0,0,0,0,?,0,?,?,?)",
         tenant.name,
         tenant.weight,
         tenant.max_leases,
         tenant.max_vram_bytes,
         tenant.max_waiting,
+        tx.now,
+        tenant.gpu_us_per_day,
+        tenant.gpu_us_per_day,
         tx.now,
     )
     write_main(tx, "tenant.added", tenant.name, tenant.name, {**_limits(tenant), "by": actor})
@@ -52,12 +64,16 @@ def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool) -> Tenant | S
 
 def set_tenant(tx: Tx, name: str, changes: dict[str, int], actor: str) -> Tenant | SubletError:
     _ = tx.pool
-    if load_tenant(tx, name) is None:
+    tenant, changes = load_tenant(tx, name), dict(changes)  # a second try needs them whole
+    if tenant is None:
         return _unknown(name)
+    if "gpu_us_per_day" in changes:
+        allowances.change(tx, tenant, changes.pop("gpu_us_per_day"))
     for column, value in sorted(changes.items()):
         tx.run(f"UPDATE tenant SET {column} = ? WHERE name = ?", value, name)
     changed = load_tenant(tx, name)
     assert changed is not None
+    tx.rings.add(SCHEDULE_TOPIC)  # somebody may be waiting for just this
     write_main(tx, "tenant.changed", name, name, {**_limits(changed), "by": actor})
     return changed
 
@@ -78,6 +94,8 @@ def remove_tenant(tx: Tx, name: str, actor: str) -> SubletError | None:
             f"tenant {name} still has {kept[0]} block(s)",
             remedy="remove them first: 'sublet block ls' and 'sublet block rm'",
         )
+    # A tenant of the same name that is added later must not be opened by them.
+    tokens.revoke_all(tx, name, actor, "its tenant was removed")
     tx.run("DELETE FROM tenant WHERE name = ?", name)
     write_main(tx, "tenant.removed", name, name, {"by": actor})
     return None

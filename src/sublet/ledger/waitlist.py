@@ -16,6 +16,7 @@ from sublet.core.admission import Grant, Offer, Refusal, View, Wait
 from sublet.core.device import Device, fit
 from sublet.core.errors import (
     NotFound,
+    QuotaReached,
     Stale,
     SubletError,
 )
@@ -32,8 +33,9 @@ from sublet.core.lease import (
     changed,
 )
 from sublet.core.policy import Policy
-from sublet.core.tenancy import over_quota
+from sublet.core.tenancy import Tenant, over_quota
 from sublet.core.values import HOUR_US
+from sublet.ledger import allowances
 from sublet.ledger import slices as slicing
 from sublet.ledger.credentials import opened, proves, secret_hash, unknown
 from sublet.ledger.rows import (
@@ -116,7 +118,12 @@ def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder
         shape = request.shape()
         devices = slicing.candidates(tx, shape)
         found = fit(shape, devices)
-        if found is not None and not over_quota(tenant, sum(s.vram_bytes for s in found)):
+        # GPU time by the day is `admit`'s to judge: it takes the whole pool to say what a request takes at least.
+        if (
+            found is not None
+            and not tenant.gpu_us_per_day
+            and not over_quota(tenant, sum(s.vram_bytes for s in found))
+        ):
             decision = Grant(
                 lease_id=lease_id, slices=found, vram_bytes=request.vram_bytes, reason="capacity is free"
             )
@@ -134,7 +141,7 @@ def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder
         )
         return decision.error(decision.reason)
     if isinstance(decision, Grant):
-        granted = _granted(tx, newcomer, decision, claimed=True)
+        granted = _granted(tx, newcomer, decision, claimed=True, tenant=tenant)
         slicing.occupy(tx, granted, decision.slices, billed=True, tenant=tenant, devices=devices)
         anchor = _journal_grant(tx, granted, decision.reason)
         _insert(tx, granted, secret, anchor)
@@ -177,9 +184,14 @@ def _recent_preemptions(tx: Tx, request: Request, now: int) -> int:
     return int(row[0]) if row else 0
 
 
-def _granted(tx: Tx, lease: Lease, decision: Grant | Offer, *, claimed: bool) -> Lease:
+def _granted(
+    tx: Tx, lease: Lease, decision: Grant | Offer, *, claimed: bool, tenant: Tenant | None = None
+) -> Lease:
     now = tx.now
     ttl = lease.request.ttl_us
+    # A waiter may have died while it waited: it gets its ttl when it takes the grant up.
+    span = ttl if claimed else min(ttl, tx.pool.policy.claim_us)
+    span = allowances.pay_grant(tx, lease.request, decision.slices, span, tenant)
     return changed(
         lease,
         state=after(lease.state, Event.GRANT),
@@ -187,8 +199,7 @@ def _granted(tx: Tx, lease: Lease, decision: Grant | Offer, *, claimed: bool) ->
         slices=decision.slices,
         vram_bytes=decision.slices[0].vram_bytes,
         granted_at=now,
-        # A waiter may have died while it waited: it gets its ttl when it takes the grant up.
-        expires_at=now + (ttl if claimed else min(ttl, tx.pool.policy.claim_us)),
+        expires_at=now + span,
         active_at=now,
         busy=True,
         claimed=claimed,
@@ -251,6 +262,9 @@ def accept(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:
         return Answer(lease=lease, at=tx.now)  # accepted before, and the answer was lost
     if lease.state is not LeaseState.WAITING or not lease.slices or tx.now >= lease.offer_until:
         return Stale("the offer is no longer open; the request keeps its place if it still waits")
+    used_up = allowances.used_up(tx, lease.request)
+    if used_up:
+        return QuotaReached(f"quota: {used_up}")
     slicing.vacate(tx, lease)
     taken = Grant(
         lease_id=lease.id, slices=lease.slices, vram_bytes=lease.slices[0].vram_bytes, reason="offer accepted"

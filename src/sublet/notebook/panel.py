@@ -217,6 +217,17 @@ class Panel:
             ),
             ("weight", f"{tenant.weight}: who used less for its weight is served first"),
         ]
+        if tenant.gpu_us_per_day:
+            time_left = self._bench.allowance(tenant.name)
+            full = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_left.full_at / _MICRO))
+            pairs.insert(
+                3,
+                (
+                    "GPU time",
+                    f"left {format_duration(max(0, time_left.left_us))} of {format_duration(time_left.per_day_us)} "
+                    f"a day, full again at {full}",
+                ),
+            )
         if tenant.cooldown_until > now:
             pairs.append(("cooling down", f"{format_duration(tenant.cooldown_until - now)} left"))
         self._say(fields(pairs))

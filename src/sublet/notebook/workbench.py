@@ -20,6 +20,7 @@ from typing import Any
 
 from sublet import under_lease
 from sublet.borrowing import _disabled, ensure_tenant, gpu
+from sublet.core.allowance import Allowance
 from sublet.core.errors import SubletError
 from sublet.core.policy import Policy
 from sublet.core.tenancy import Tenant
@@ -80,6 +81,9 @@ class Workbench:
         name = lease.tenant if lease is not None else self.settings["tenant"]
         ensure_tenant(self.settings, ledger, name)
         return ledger.tenant(name), ledger.policy(), ledger.now()
+
+    def allowance(self, tenant: str) -> Allowance:
+        return open_ledger(self.settings).allowance(tenant)
 
     def _take(self, wish: Wish) -> Lease:
         waiting = Waiting(self._front)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sublet.core.admission import Wait
+from sublet.core.allowance import Allowance
 from sublet.core.block import Block, BlockRequest
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
@@ -27,6 +28,7 @@ from sublet.core.policy import Policy
 from sublet.core.proof import Proof
 from sublet.core.schedule import Instruction
 from sublet.core.tenancy import Tenant
+from sublet.core.token import Scope, Token
 from sublet.core.versions import Adoption, Kept, Versions
 from sublet.ports.bell import Bell
 from sublet.ports.items import ItemLedger
@@ -216,8 +218,37 @@ class Ledger(ItemLedger, Protocol):
         max_leases: int | None = None,
         max_vram_bytes: int | None = None,
         max_waiting: int | None = None,
+        gpu_us_per_day: int | None = None,
     ) -> Tenant: ...
+    def allowance(self, name: str) -> Allowance:
+        """GPU time by the day: what is left of it and when it is full again."""
+
     def remove_tenant(self, name: str, *, actor: str) -> None: ...
+
+    # tokens: made and ended by operators; `digest` is the secret's, which never comes here
+    def add_token(
+        self,
+        token_id: str,
+        digest: str,
+        tenant: str,
+        *,
+        actor: str,
+        scope: Scope = Scope.USER,
+        lifetime_us: int = 0,
+        note: str = "",
+    ) -> Token: ...
+    def tokens(self, tenant: str = "") -> list[Token]:
+        """For listings: a tenant's, or all."""
+
+    def look_token(self, token_id: str) -> Token | None:
+        """Called for each request that shows one; writes nothing."""
+
+    def rotate_token(
+        self, token_id: str, new_id: str, digest: str, *, actor: str, overlap_us: int = 0
+    ) -> Token:
+        """A successor with a secret of its own; the old one is revoked now, or expires after the overlap."""
+
+    def revoke_token(self, token_id: str, *, actor: str) -> Token: ...
 
     # progress: called by a step
     def reserve(self, key: LeaseKey, *, effect: str, job: str, fingerprint: str) -> Reserved | Duplicate:

@@ -46,6 +46,7 @@ _TAKEN = {
     EndReason.PREEMPTED,
     EndReason.HOLD_CAP,
     EndReason.IDLE,
+    EndReason.QUOTA,
     EndReason.DEVICE_LOST,
 }
 

@@ -49,8 +49,8 @@ class Lease:
         self._lock = threading.Lock()
         self._row = answer.lease
         self._sent_at = sent_at
-        self._deadline_us = local_deadline(sent_at, answer.lease.request.ttl_us)
         self._ends_us = sent_at + answer.lease.ends_at - answer.at  # when the ledger fences it, on our clock
+        self._deadline_us = local_deadline(sent_at, self._span_us)
         self._worker: Worker | None = None
         self._notice: Notice | None = None
         self._callbacks: list[Callable[[Notice], None]] = []
@@ -328,13 +328,15 @@ class Lease:
     def _busy(self) -> bool:
         return self._in_flight > 0
 
+    @property
+    def _span_us(self) -> int:
+        """What was promised: the ttl, or less where a hold cap or what its tenant can pay for cut it short."""
+        return max(0, min(self.ttl_us, self._ends_us - self._sent_at))
+
     def _renewed(self, answer: Answer, sent_at: int) -> None:
         self._row, self._sent_at = answer.lease, sent_at
-        self._deadline_us = local_deadline(sent_at, answer.lease.request.ttl_us)
-        # A renewal cut short by a hold cap ends when the ledger says, not a ttl from now.
-        promised = sent_at + answer.lease.expires_at - answer.at
-        self._deadline_us = min(self._deadline_us, promised)
-        self._ends_us = promised
+        self._ends_us = sent_at + answer.lease.expires_at - answer.at
+        self._deadline_us = local_deadline(sent_at, self._span_us)
         self._arm()
         if self._notice is not None and self._notice.source == "keeper":
             self._notice = None

@@ -58,7 +58,7 @@ class Keeper:
 
     def keep(self, lease: Lease) -> None:
         seed = int.from_bytes(lease.id.encode()[-8:], "big")
-        tenure = Tenure(ttl_us=lease.ttl_us, sent_at=lease._sent_at, seed=seed, worked=lease._worked())
+        tenure = Tenure(ttl_us=lease._span_us, sent_at=lease._sent_at, seed=seed, worked=lease._worked())
         lease._on_release = self._forget
         with contextlib.suppress(OSError):
             self._bell.listen(lease_topic(lease.id))
@@ -196,7 +196,9 @@ class Keeper:
                 answer = by_id.get(kept.lease.id)
                 if answer is not None:
                     kept.lease._renewed(answer, sent_at)
-                    kept.tenure = replace(kept.tenure, sent_at=sent_at, attempt=0, warned=False)
+                    kept.tenure = replace(
+                        kept.tenure, ttl_us=kept.lease._span_us, sent_at=sent_at, attempt=0, warned=False
+                    )
                     continue
                 kept.tenure = replace(
                     kept.tenure, attempt=kept.tenure.attempt + 1, tried_at=self._clock.monotonic_us()

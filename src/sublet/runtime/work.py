@@ -65,6 +65,7 @@ _TAKEN = {
     EndReason.PREEMPTED,
     EndReason.HOLD_CAP,
     EndReason.IDLE,
+    EndReason.QUOTA,
     EndReason.DEVICE_LOST,
 }
 

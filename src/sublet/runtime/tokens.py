@@ -1,0 +1,57 @@
+"""Tokens at the edge: made with real randomness, and shown to be let in.
+
+Rules of this file:
+- A token's text exists once, in what `new_token` returns. It is printed, never stored.
+- Whoever shows something that is not a token, a token nobody made or a wrong secret gets the same error after the same work: one
+  look into the ledger and one comparison. Only who knows the right secret is told that the token is over, and why.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from sublet.core.errors import TokenExpired, TokenRevoked, Unauthorized
+from sublet.core.token import (
+    ID_BYTES,
+    SECRET_BYTES,
+    Credential,
+    digest_of,
+    judge,
+    opens,
+    parse_token,
+    text_of,
+)
+from sublet.ports.ledger import Ledger
+
+#: Looked up and compared with when there is nothing to look up: no row has this id, no secret this digest.
+_NOBODY = "-" * (2 * ID_BYTES)
+_NO_SECRET = "-" * (2 * SECRET_BYTES)
+_NO_DIGEST = "-" * 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewToken:
+    id: str
+    digest: str
+    text: str = field(repr=False)  # a record is printed in tracebacks and logs
+
+
+def new_token() -> NewToken:
+    token_id, secret = secrets.token_hex(ID_BYTES), secrets.token_hex(SECRET_BYTES)
+    return NewToken(id=token_id, digest=digest_of(secret), text=text_of(token_id, secret))
+
+
+def authenticate(ledger: Ledger, text: str, now: int) -> Credential:
+    """Who shows this token, or `Unauthorized`."""
+    token_id, secret = parse_token(text) or (_NOBODY, _NO_SECRET)
+    token = ledger.look_token(token_id)
+    right = opens(secret, token.digest if token is not None else _NO_DIGEST)
+    if token is None or not right:
+        raise Unauthorized
+    over = judge(token, now)
+    if over == "revoked":
+        raise TokenRevoked(f"token {token.id} was revoked or rotated; nothing was read or changed")
+    if over:
+        raise TokenExpired(f"token {token.id} has expired; nothing was read or changed")
+    return Credential(tenant=token.tenant, scope=token.scope, token_id=token.id)
