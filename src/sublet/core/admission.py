@@ -27,7 +27,7 @@ from sublet.core.device import (
     occupy,
 )
 from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, Refused, WaitlistFull
-from sublet.core.lease import HOLDING, Lease, LeaseState, Request
+from sublet.core.lease import HOLDING, Lease, LeaseState, Request, Tier
 from sublet.core.policy import Policy
 from sublet.core.preemption import protected_us
 from sublet.core.tenancy import Tenant, never_within_quota, over_quota, used_now
@@ -77,6 +77,12 @@ class Refusal:
     reason: str
 
 
+def hold_cap_of(request: Request, policy: Policy) -> int:
+    """A request may ask for a shorter cap than the policy's, never for a longer one (T3)."""
+    policy_cap = policy.hold_cap_us if request.tier is Tier.INTERACTIVE else 0
+    return min((cap for cap in (request.hold_cap_us or 0, policy_cap) if cap), default=0)
+
+
 def tier_now(waiter: Lease, policy: Policy, now: int) -> int:
     """The tier's rank, one better for each `promote_after_us` waited: no tier starves another for ever."""
     waited = max(0, now - waiter.joined_at)
@@ -115,6 +121,8 @@ def rank(waiter: Lease, shares: Mapping[str, tuple[bool, int]], view: View, now:
 
 
 def in_order(view: View, now: int) -> list[Lease]:
+    if len(view.waiters) < 2:
+        return list(view.waiters)  # nobody to compare with: what every tenant has used need not be known
     shares = fair_shares(view, now)
     return sorted(view.waiters, key=lambda w: rank(w, shares, view, now))
 
