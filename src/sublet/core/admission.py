@@ -206,11 +206,11 @@ def _within_quota(request: Request, tenant: Tenant) -> int:
     return (tenant.max_vram_bytes - tenant.live_bytes) // request.count
 
 
-def place(view: View, now: int) -> list[Grant | Offer]:
-    """Walk the waitlist in order and hand out what is free."""
+def place(view: View, now: int, order: Sequence[Lease] | None = None) -> list[Grant | Offer]:
+    """Walk the waitlist in order and hand out what is free. `order` is `in_order` of this view, if it is known already."""
     room = _Room({d.id: d for d in view.devices}, dict(view.tenants), set())
     placed: list[Grant | Offer] = []
-    for waiter in in_order(view, now):
+    for waiter in in_order(view, now) if order is None else order:
         if waiter.offer_until > now:
             continue  # it already holds an offer
         request = waiter.request
@@ -284,9 +284,11 @@ def known_end(lease: Lease, view: View, waiter: Lease, now: int) -> int | None:
     return None
 
 
-def expect(waiter: Lease, view: View, now: int, *, horizon: int = 256) -> Wait:
-    """Position, and the moment at which the leases whose end is known would have made room."""
-    order = in_order(view, now)
+def expect(
+    waiter: Lease, view: View, now: int, *, horizon: int = 256, order: list[Lease] | None = None
+) -> Wait:
+    """Position, and the moment at which the leases whose end is known would have made room. `order` as in `place`."""
+    order = in_order(view, now) if order is None else order
     position = next((i for i, w in enumerate(order, 1) if w.id == waiter.id), len(order) + 1)
     reason = why_waiting(waiter, view)
     ends = sorted(
@@ -373,14 +375,15 @@ def admit(newcomer: Lease, view: View, now: int) -> Grant | Offer | Wait | Refus
         return no
 
     joined = replace(view, waiters=(*view.waiters, newcomer))
-    for decision in place(joined, now):
+    order = in_order(joined, now)
+    for decision in place(joined, now, order):
         if decision.lease_id == newcomer.id:
             if newcomer.request.wait_us == 0 and isinstance(decision, Offer):
                 break
             if isinstance(decision, Grant) and decision.vram_bytes == newcomer.request.vram_bytes:
                 return replace(decision, reason="capacity is free")
             return decision
-    expected = expect(newcomer, joined, now)
+    expected = expect(newcomer, joined, now, order=order)
     if newcomer.request.wait_us == 0:
         quota = expected.reason.startswith("quota:")
         return Refusal(error=QuotaReached if quota else NoCapacity, reason=expected.reason)
