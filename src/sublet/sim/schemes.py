@@ -8,11 +8,11 @@ Rules of this file:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from sublet.core.policy import Policy
-from sublet.core.values import HOUR_US, MAX_DURATION_US, MINUTE_US
+from sublet.core.values import HOUR_US, MAX_DURATION_US, MINUTE_US, format_duration
 
 
 class Order(Enum):
@@ -28,9 +28,11 @@ class Scheme:
     says: str  # in a table
     order: Order
     ttl_us: int
-    idle_us: int | None  # an unused GPU goes back after so long; 0: after each request; None: at the end of the stay
+    idle_us: (
+        int | None
+    )  # an unused GPU goes back after so long; 0: after each request; None: when the stay is over
     stay_us: int | None = None  # it goes back so long after it was granted, used or not
-    policy: Policy = Policy()
+    policy: Policy = field(default_factory=Policy)
 
 
 TTL_US = 5 * MINUTE_US
@@ -86,8 +88,7 @@ SCHEMES = {s.name: s for s in (OURS, FAIR_TTL, PASSIVE_TTL, IDLE_CULL, PER_USER,
 
 def with_ttl(scheme: Scheme, ttl_us: int) -> Scheme:
     """The same with another ttl; a scheme that has none of its own stays as it is."""
-    if scheme.idle_us != TTL_US:
+    if scheme.idle_us != TTL_US or ttl_us == TTL_US:
         return scheme
-    return replace(
-        scheme, ttl_us=ttl_us, idle_us=ttl_us, says=scheme.says.replace("ttl 5m", f"ttl {ttl_us // 1_000_000}s")
-    )
+    says = scheme.says.replace("ttl 5m", f"ttl {format_duration(ttl_us)}")
+    return replace(scheme, ttl_us=ttl_us, idle_us=ttl_us, says=says)

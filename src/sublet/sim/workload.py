@@ -40,7 +40,9 @@ class Arrival:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     arrivals: tuple[Arrival, ...]
-    left_out: Mapping[str, int] = field(default_factory=dict)  # status to lines: what did not succeed has no run time
+    left_out: Mapping[str, int] = field(
+        default_factory=dict
+    )  # status to lines: what did not succeed has no run time
 
     @property
     def work_us(self) -> int:

@@ -285,9 +285,7 @@ class World:
 
     # counting
 
-    def _shift(
-        self, name: str, *, leases: int = 0, slices: Lease | None = None, waiting: int = 0
-    ) -> None:
+    def _shift(self, name: str, *, leases: int = 0, slices: Lease | None = None, waiting: int = 0) -> None:
         """Bring the tenant's use forward to now, then change its rate and live numbers."""
         tenant = self.tenants[name]
         live_bytes = rate = 0
@@ -334,7 +332,9 @@ class World:
         for name, (live, waiting) in counts.items():
             tenant = self.tenants[name]
             if (tenant.live_leases, tenant.waiting) != (live, waiting):
-                raise InvariantBroken(f"tenant {name} says {tenant}, and has {live} leases and {waiting} waiting")
+                raise InvariantBroken(
+                    f"tenant {name} says {tenant}, and has {live} leases and {waiting} waiting"
+                )
 
 
 def ends_of(world: World) -> Mapping[str, int]:
