@@ -68,7 +68,7 @@ class Outcome:
     scheme: Scheme
     gpus: int
     served: tuple[Served, ...]
-    ended_at: int
+    ended_at: int  # when the last device was clean again
     held_us: int  # GPU time from each grant until the device was clean again
     restored_us: int  # of that: bringing state back
     worked_us: int  # of that: runs that counted
@@ -119,7 +119,7 @@ class Replay:
         self._look_at: int | None = None
         self.served: list[Served] = []
         self._held_us = self._restored_us = self._worked_us = self._lost_us = 0
-        self._events = 0
+        self._events = self._clean_at = 0
 
     def run(self) -> Outcome:
         coming = iter(self._arrivals)
@@ -143,7 +143,7 @@ class Replay:
             scheme=self._scheme,
             gpus=self._gpus,
             served=tuple(self.served),
-            ended_at=self.world.now,
+            ended_at=self._clean_at,
             held_us=self._held_us,
             restored_us=self._restored_us,
             worked_us=self._worked_us,
@@ -306,6 +306,7 @@ class Replay:
 
     def _settled(self, lease: Lease) -> None:
         self._held_us += self.world.now - lease.granted_at
+        self._clean_at = self.world.now
         self.world.settle(lease.id)
         # What was handed out and what still waits are looked at together, as after the bell.
         self._look_now()
