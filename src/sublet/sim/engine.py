@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from sublet.core.device import Exclusivity
 from sublet.core.errors import BadInput, InvariantBroken
 from sublet.core.lease import Lease, LeaseState, Request, overdue
-from sublet.core.renewal import first_try_at
+from sublet.core.renewal import first_try_at, local_deadline, retry_at
 from sublet.core.values import SECOND_US
 from sublet.sim.schemes import Order, Scheme
 from sublet.sim.workload import Arrival, Workload
@@ -265,16 +265,22 @@ class Replay:
 
     def _keep(self, lease: Lease) -> None:
         """Renewed while it is held, at the keeper's moment; looked at when it would run out."""
-        now = self.world.now
-        self._plan(first_try_at(now, lease.request.ttl_us, lease.epoch), lambda: self._renews(lease))
+        now, ttl = self.world.now, lease.request.ttl_us
+        self._plan(first_try_at(now, ttl, lease.epoch), lambda: self._renews(lease, now, 0))
         self._plan(self._known(lease).expires_at, lambda: self._runs_out(lease))
 
-    def _renews(self, lease: Lease) -> None:
+    def _renews(self, lease: Lease, sent_at: int, attempt: int) -> None:
+        """A refusal is no end: who waited may be gone at the next try."""
         session = self._by_lease.get(lease.id)
-        if session is None or session.lease is None or session.told:
+        if session is None or session.told:
             return
+        now, ttl = self.world.now, lease.request.ttl_us
         if self.world.renew(lease, busy=session.doing is not Doing.RESTING):
             self._keep(lease)
+            return
+        again = retry_at(now, sent_at, ttl, attempt + 1, lease.epoch)
+        if again < local_deadline(sent_at, ttl):
+            self._plan(again, lambda: self._renews(lease, sent_at, attempt + 1))
 
     def _runs_out(self, lease: Lease) -> None:
         known = self.world.leases.get(lease.id)
