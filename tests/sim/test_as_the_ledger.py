@@ -10,6 +10,7 @@ import pytest
 
 from sublet.core.errors import LeaseLost, LeaseNotActive
 from sublet.core.lease import Lease, Request
+from sublet.core.tenancy import Tenant
 from sublet.core.values import MINUTE_US, SECOND_US
 from sublet.ports.ledger import LeaseKey
 from sublet.ports.processes import Receipt
@@ -96,7 +97,17 @@ class Beside(World):
         theirs = {a.lease.id: self._plain(a.lease, self.began) for a in self.ledger.leases()}
         ours = {x.id: self._plain(x, 0) for x in (*self.leases.values(), *self.waiters.values())}
         assert ours == theirs, f"at {self.now}"
+        theirs_too = {
+            t.name: self._counted(t, self.began) for t in self.ledger.tenants() if t.name in self.tenants
+        }
+        assert {name: self._counted(t, 0) for name, t in self.tenants.items()} == theirs_too, f"at {self.now}"
         self.compared += 1
+
+    def _counted(self, tenant: Tenant, began: int) -> Tenant:
+        """As of when is compared where anything has been counted: one that only exists is brought forward by nobody."""
+        counted = tenant.used_us or tenant.rate_ppm
+        cooldown = tenant.cooldown_until - began if tenant.cooldown_until else 0
+        return replace(tenant, as_of=tenant.as_of - began if counted else 0, cooldown_until=cooldown)
 
     def _plain(self, lease: Lease, began: int) -> dict[str, object]:
         found = {f.name: getattr(lease, f.name) for f in fields(Lease) if f.name not in NOT_COMPARED}

@@ -12,6 +12,7 @@ import pytest
 
 from sublet.core.errors import BadInput, InvariantBroken
 from sublet.core.policy import Policy
+from sublet.core.renewal import first_try_at
 from sublet.core.values import HOUR_US, MINUTE_US, SECOND_US
 from sublet.sim.engine import Outcome, Replay, replay
 from sublet.sim.schemes import (
@@ -102,6 +103,32 @@ def test_who_never_stops_is_cut_off_at_the_hold_cap_and_its_run_begins_again():
 def test_without_a_hold_cap_who_never_stops_keeps_it():
     uncapped = replace(OURS, policy=Policy(hold_cap_us=0))
     assert dict(waits(BUSY, uncapped))["b"] == 10 + 3000 + 5.25 + 0.5 + 10 - 100
+
+
+def test_who_is_told_ends_its_run_in_the_grace_and_begins_no_other():
+    # a's twentieth run of 89 ends at 1790: told at 1785, it goes then, and has lost nothing.
+    found = replay(
+        came(*(("a", i, 89) for i in range(25)), ("b", 100, 5)), OURS, gpus=1, restore_us=RESTORE_US
+    )
+    assert [s.began_at for s in found.served if s.tenant == "b"] == [int(1800.5 * SECOND_US)]
+    assert (found.lost_us, found.ends["hold_cap"]) == (0, 1)
+
+
+def test_who_came_first_is_first_where_nobody_is_fair():
+    crowd = came(("a", 0, 20), ("b", 12, 5), ("c", 13, 5), ("d", 14, 5))
+    assert waits(crowd, PER_REQUEST) == [("a", 10), ("b", 28.5), ("c", 43), ("d", 57.5)]
+
+
+def test_a_renewal_refused_for_somebody_who_waits_a_moment_is_tried_again():
+    # a is past its cap and renewed, for nobody waits. w comes a moment before one renewal and waits until c's GPU is clean.
+    renewed = [0]
+    while renewed[-1] <= 31 * MINUTE_US:
+        renewed.append(first_try_at(renewed[-1], OURS.ttl_us, 1))
+    moment = renewed[-1] / SECOND_US
+    crowd = came(("a", 0, 4000), ("c", moment - 100, 20), ("w", moment - 0.25, 5))
+    found = replay(crowd, OURS, gpus=2, restore_us=RESTORE_US)
+    assert (found.lost_us, found.ends) == (0, {"idle": 1, "released": 2})
+    assert [s.wait_us for s in found.served if s.tenant == "w"] == [int(10.5 * SECOND_US)]
 
 
 def test_held_is_from_the_grant_until_the_device_is_clean():
