@@ -42,6 +42,7 @@ SECONDS = {
     "training/test_run": 45,
     "training/test_step": 30,
     "notices/": 25,
+    "sim/": 30,
 }
 UNKNOWN = 15
 PROGRESS_SECONDS = 30

@@ -71,6 +71,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "audit": ("audit", "Prove from the ledger that every step and effect was committed once."),
     "report": ("report", "Goodput, waste, losses, refunds and cost, by job, tenant, tier or day."),
     "drill": ("drill", "Run a command undisturbed and under losses, and compare: bit-equal, and proven."),
+    "sim": ("sim", "Replay a recorded workload in virtual time, with the decisions of the live system."),
     "tenant": ("tenant", "Who may lease: add, list, change, remove."),
     "quota": ("tenant", "What a tenant may hold and what it has used."),
     "journal": ("journal", "Every decision, hash-chained: follow it, verify it, seal it."),

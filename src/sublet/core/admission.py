@@ -28,7 +28,7 @@ from sublet.core.device import (
     occupy,
 )
 from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, Refused, WaitlistFull
-from sublet.core.lease import HOLDING, Lease, LeaseState, Request
+from sublet.core.lease import HOLDING, Lease, LeaseState, Request, Tier
 from sublet.core.policy import Policy
 from sublet.core.preemption import protected_us
 from sublet.core.tenancy import Tenant, never_within_quota, over_quota, used_now
@@ -78,6 +78,12 @@ class Refusal:
     reason: str
 
 
+def hold_cap_of(request: Request, policy: Policy) -> int:
+    """A request may ask for a shorter cap than the policy's, never for a longer one (T3)."""
+    policy_cap = policy.hold_cap_us if request.tier is Tier.INTERACTIVE else 0
+    return min((cap for cap in (request.hold_cap_us or 0, policy_cap) if cap), default=0)
+
+
 def tier_now(waiter: Lease, policy: Policy, now: int) -> int:
     """The tier's rank, one better for each `promote_after_us` waited: no tier starves another for ever."""
     waited = max(0, now - waiter.joined_at)
@@ -116,6 +122,8 @@ def rank(waiter: Lease, shares: Mapping[str, tuple[bool, int]], view: View, now:
 
 
 def in_order(view: View, now: int) -> list[Lease]:
+    if len(view.waiters) < 2:
+        return list(view.waiters)  # nobody to compare with: what every tenant has used need not be known
     shares = fair_shares(view, now)
     return sorted(view.waiters, key=lambda w: rank(w, shares, view, now))
 
@@ -211,11 +219,11 @@ def _within_quota(request: Request, tenant: Tenant) -> int:
     return (tenant.max_vram_bytes - tenant.live_bytes) // request.count
 
 
-def place(view: View, now: int) -> list[Grant | Offer]:
-    """Walk the waitlist in order and hand out what is free."""
+def place(view: View, now: int, order: Sequence[Lease] | None = None) -> list[Grant | Offer]:
+    """Walk the waitlist in order and hand out what is free. `order` is `in_order` of this view, if it is known already."""
     room = _Room({d.id: d for d in view.devices}, dict(view.tenants), set(), view.policy, now)
     placed: list[Grant | Offer] = []
-    for waiter in in_order(view, now):
+    for waiter in in_order(view, now) if order is None else order:
         if waiter.offer_until > now:
             continue  # it already holds an offer
         request = waiter.request
@@ -291,9 +299,11 @@ def known_end(lease: Lease, view: View, waiter: Lease, now: int) -> int | None:
     return None
 
 
-def expect(waiter: Lease, view: View, now: int, *, horizon: int = 256) -> Wait:
-    """Position, and the moment at which the leases whose end is known would have made room."""
-    order = in_order(view, now)
+def expect(
+    waiter: Lease, view: View, now: int, *, horizon: int = 256, order: list[Lease] | None = None
+) -> Wait:
+    """Position, and the moment at which the leases whose end is known would have made room. `order` as in `place`."""
+    order = in_order(view, now) if order is None else order
     position = next((i for i, w in enumerate(order, 1) if w.id == waiter.id), len(order) + 1)
     reason = why_waiting(waiter, view, now)
     ends = sorted(
@@ -380,14 +390,15 @@ def admit(newcomer: Lease, view: View, now: int) -> Grant | Offer | Wait | Refus
         return no
 
     joined = replace(view, waiters=(*view.waiters, newcomer))
-    for decision in place(joined, now):
+    order = in_order(joined, now)
+    for decision in place(joined, now, order):
         if decision.lease_id == newcomer.id:
             if newcomer.request.wait_us == 0 and isinstance(decision, Offer):
                 break
             if isinstance(decision, Grant) and decision.vram_bytes == newcomer.request.vram_bytes:
                 return replace(decision, reason="capacity is free")
             return decision
-    expected = expect(newcomer, joined, now)
+    expected = expect(newcomer, joined, now, order=order)
     if newcomer.request.wait_us == 0:
         quota = expected.reason.startswith("quota:")
         return Refusal(error=QuotaReached if quota else NoCapacity, reason=expected.reason)

@@ -70,11 +70,12 @@ def tick(view: View, now: int) -> list[Instruction]:
         if w.id not in dropped and w.slices and now >= w.offer_until
     ]
     view = replace(view, waiters=tuple(w for w in view.waiters if w.id not in dropped))
-    placed = place(view, now)
+    order = in_order(view, now)
+    placed = place(view, now, order)
     leaving = {*(e.lease_id for e in ends), *dropped, *(w.lease_id for w in lapsed)}
     unpaid = _unpaid(view, leaving, now)
     leaving |= {r.lease_id for r in unpaid}
-    return [*ends, *drops, *lapsed, *unpaid, *placed, *_make_room(view, placed, leaving, now)]
+    return [*ends, *drops, *lapsed, *unpaid, *placed, *_make_room(view, order, placed, leaving, now)]
 
 
 def _ends(view: View, now: int) -> list[End]:
@@ -132,7 +133,9 @@ def _drops(view: View, now: int) -> list[Drop]:
     return found
 
 
-def _make_room(view: View, placed: list[Grant | Offer], leaving: set[str], now: int) -> list[Revoke]:
+def _make_room(
+    view: View, order: list[Lease], placed: list[Grant | Offer], leaving: set[str], now: int
+) -> list[Revoke]:
     """Revoke for those who still wait, in order. Whoever leaves in this tick, or was revoked for an earlier waiter, is room
     already; who was placed, or has room made for it, sits on that room for all who come after."""
     found: list[Revoke] = []
@@ -144,7 +147,7 @@ def _make_room(view: View, placed: list[Grant | Offer], leaving: set[str], now: 
     for p in placed:
         holding[p.lease_id] = replace(waiting[p.lease_id], slices=p.slices)
         _charge(tenants, waiting[p.lease_id].tenant, sum(s.vram_bytes for s in p.slices))
-    for waiter in in_order(view, now):
+    for waiter in order:
         if waiter.id in served or (waiter.slices and waiter.id not in leaving):
             continue
         shape = waiter.request.shape()

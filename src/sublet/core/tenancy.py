@@ -54,8 +54,12 @@ def decay(used_us: int, elapsed_us: int, half_life_us: int) -> int:
 
 
 def used_now(tenant: Tenant, now: int, half_life_us: int) -> int:
-    elapsed = max(0, now - tenant.as_of)
-    return decay(tenant.used_us, elapsed, half_life_us) + tenant.rate_ppm * elapsed // PPM
+    elapsed = now - tenant.as_of
+    if elapsed <= 0:
+        return max(tenant.used_us, 0)
+    used = decay(tenant.used_us, elapsed, half_life_us)
+    # Asked of every tenant there is, and most hold nothing now.
+    return used + tenant.rate_ppm * elapsed // PPM if tenant.rate_ppm else used
 
 
 def rate_of(exclusivity: Exclusivity, vram_bytes: int, capacity_bytes: int) -> int:

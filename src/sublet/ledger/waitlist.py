@@ -28,11 +28,9 @@ from sublet.core.lease import (
     Lease,
     LeaseState,
     Request,
-    Tier,
     after,
     changed,
 )
-from sublet.core.policy import Policy
 from sublet.core.tenancy import Tenant, over_quota
 from sublet.core.values import HOUR_US
 from sublet.ledger import allowances
@@ -83,12 +81,6 @@ def load_view(tx: Tx, *, with_leases: bool) -> View:
 # --- acquire -------------------------------------------------------------------------------------------------
 
 
-def _cap(request: Request, policy: Policy) -> int:
-    """A request may ask for a shorter cap than the policy's, never for a longer one (T3)."""
-    policy_cap = policy.hold_cap_us if request.tier is Tier.INTERACTIVE else 0
-    return min((cap for cap in (request.hold_cap_us or 0, policy_cap) if cap), default=0)
-
-
 def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer | SubletError:
     pool, now = tx.pool, tx.now
     known = tx.row(LEASE_BY_ID, lease_id)
@@ -107,7 +99,7 @@ def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder
         seen_at=now,
         active_at=now,
         busy=True,
-        hold_cap_us=_cap(request, pool.policy),
+        hold_cap_us=admission.hold_cap_of(request, pool.policy),
         wait_until=now + request.wait_us if request.wait_us else 0,
         preemptions=_recent_preemptions(tx, request, now),
     )

@@ -1,0 +1,341 @@
+"""The pool in virtual time: devices, leases, waiters and tenants as the ledger keeps them, in memory.
+
+Rules of this file:
+- Decisions come from `core`: `admission.admit` and `place`, `schedule.tick`, `lease.renew`. What is here loads the same frozen
+  records the ledger loads, asks, and applies the answer as the ledger's verbs do, in the same order.
+- Time is an attribute that only the engine moves. Integers only; nothing depends on the order of a set.
+- What happened to a lease is told in `news`, in order; the engine reads it after each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from sublet.core import admission, schedule
+from sublet.core.admission import Grant, Offer, Refusal, View, Wait
+from sublet.core.device import Device, Exclusivity, Resident, fit, join, occupy, usable
+from sublet.core.errors import InvariantBroken
+from sublet.core.lease import (
+    EndReason,
+    Event,
+    Holder,
+    Lease,
+    LeaseState,
+    Renewed,
+    Request,
+    after,
+    changed,
+    overdue,
+)
+from sublet.core.lease import renew as decide_renew
+from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
+from sublet.core.tenancy import Tenant, rate_of, used_now
+from sublet.core.values import MAX_DURATION_US
+from sublet.sim.schemes import Order, Scheme
+
+GIB = 1 << 30
+#: All devices are alike, and a request takes one whole: the requests of the trace are whole-GPU work.
+CAPACITY_BYTES = 16 * GIB
+#: Waiters of a simulation always look and never fall silent; their holders never die.
+ALWAYS_LOOKS = 1_000 * MAX_DURATION_US
+HOLDER = Holder(host="sim", pid=1)
+
+
+class Happened(Enum):
+    GRANTED = "granted"  # out of the waitlist
+    REVOKED = "revoked"  # its holder has until the deadline
+    ENDED = "ended"  # not by its holder
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    happened: Happened
+    lease: Lease
+
+
+class World:
+    def __init__(self, scheme: Scheme, gpus: int) -> None:
+        self.scheme = scheme
+        self.policy = scheme.policy
+        self.now = 0
+        self.devices: dict[str, Device] = {
+            name: Device(
+                id=name,
+                host=HOLDER.host,
+                driver="sim",
+                ordinal=i,
+                name="simulated",
+                capacity_bytes=CAPACITY_BYTES,
+                free_bytes=CAPACITY_BYTES,
+            )
+            for i, name in ((i, f"gpu-{i:05d}") for i in range(gpus))
+        }
+        self.leases: dict[str, Lease] = {}  # hold slices
+        self.waiters: dict[str, Lease] = {}  # in the order they joined
+        self.tenants: dict[str, Tenant] = {}
+        self.news: list[News] = []
+        self.ends: dict[EndReason, int] = {}
+        self.epoch = 0
+
+    # asking
+
+    def acquire(self, lease_id: str, request: Request) -> Lease:
+        tenant = self.tenants.setdefault(request.tenant, Tenant(name=request.tenant, as_of=self.now))
+        newcomer = Lease(
+            id=lease_id,
+            request=request,
+            holder=HOLDER,
+            state=LeaseState.WAITING,
+            joined_at=self.now,
+            seen_at=ALWAYS_LOOKS,
+            active_at=self.now,
+            busy=True,
+            hold_cap_us=admission.hold_cap_of(request, self.policy),
+        )
+        decision: Grant | Offer | Wait | Refusal | None = None
+        if not self.waiters:
+            slices = fit(request.shape(), self.devices.values())
+            if slices is not None:
+                decision = Grant(
+                    lease_id=lease_id, slices=slices, vram_bytes=request.vram_bytes, reason="capacity is free"
+                )
+        if decision is None and self.scheme.order is Order.OURS:
+            # Without the leases, from which only the ETA is told: nobody reads it here.
+            decision = admission.admit(newcomer, self.view(with_leases=False), self.now)
+        if isinstance(decision, Refusal | Offer):
+            raise InvariantBroken(f"a request that may wait was not let wait: {decision.reason}")
+        if isinstance(decision, Grant):
+            return self._grant(newcomer, decision, claimed=True)
+        self.waiters[lease_id] = newcomer
+        self._shift(tenant.name, waiting=1)
+        return newcomer
+
+    def _grant(self, lease: Lease, decision: Grant, *, claimed: bool) -> Lease:
+        self.epoch += 1
+        ttl = lease.request.ttl_us
+        granted = changed(
+            lease,
+            state=after(lease.state, Event.GRANT),
+            epoch=self.epoch,
+            slices=decision.slices,
+            vram_bytes=decision.slices[0].vram_bytes,
+            granted_at=self.now,
+            expires_at=self.now + (ttl if claimed else min(ttl, self.policy.claim_us)),
+            active_at=self.now,
+            busy=True,
+            claimed=claimed,
+            detail=decision.reason,
+        )
+        for s in decision.slices:
+            device = self.devices[s.device_id]
+            if not usable(device, lease.request.shape(decision.vram_bytes)):
+                raise InvariantBroken(f"device {device.id} was granted to {lease.id} but has no room for it")
+            self.devices[s.device_id] = join(
+                device, Resident(lease.tenant, lease.request.exclusivity, s.vram_bytes)
+            )
+        self.leases[lease.id] = granted
+        was_waiting = self.waiters.pop(lease.id, None) is not None
+        self._shift(lease.tenant, leases=1, slices=granted, waiting=-1 if was_waiting else 0)
+        return granted
+
+    # holding
+
+    def renew(self, lease: Lease, *, busy: bool) -> bool:
+        known = self.leases.get(lease.id)
+        if known is None:
+            return False
+        capped = bool(self.waiters) or self.policy.strict_hold
+        decision = decide_renew(
+            known, lease.epoch, self.now, capped=capped and self.scheme.order is Order.OURS
+        )
+        if not isinstance(decision, Renewed):
+            return False
+        self.leases[lease.id] = changed(
+            known, expires_at=decision.expires_at, busy=busy, active_at=self.now, claimed=True
+        )
+        return True
+
+    def mark(self, lease: Lease, *, busy: bool) -> None:
+        known = self.leases.get(lease.id)
+        if known is not None and known.epoch == lease.epoch and known.state is LeaseState.ACTIVE:
+            self.leases[lease.id] = changed(known, busy=busy, active_at=self.now)
+
+    def release(self, lease: Lease) -> None:
+        """By its holder. The device goes back when its teardown is settled."""
+        known = self.leases[lease.id]
+        if known.state is LeaseState.ENDED:
+            return
+        late = overdue(known, self.now)
+        if late is None:
+            late = known.reason if known.state is LeaseState.REVOKING else EndReason.RELEASED
+        self._end(known, late or EndReason.REVOKED, known.detail)
+
+    def _end(self, lease: Lease, reason: EndReason, detail: str) -> Lease:
+        ended = changed(
+            lease,
+            state=after(lease.state, Event.END),
+            reason=reason,
+            detail=detail,
+            ended_at=self.now,
+            busy=False,
+        )
+        self.leases[lease.id] = ended
+        self.ends[reason] = self.ends.get(reason, 0) + 1
+        if reason is EndReason.HOLD_CAP:
+            self.tenants[lease.tenant] = replace(
+                self.tenants[lease.tenant], cooldown_until=self.now + self.policy.cooldown_us
+            )
+        return ended
+
+    def settle(self, lease_id: str) -> None:
+        """The teardown is proven: the slices go back, and to who is first in order, at once."""
+        lease = self.leases.pop(lease_id)
+        if lease.state is not LeaseState.ENDED:
+            raise InvariantBroken(f"lease {lease_id} was settled while {lease.state.value}")
+        for s in lease.slices:
+            staying = [
+                Resident(x.tenant, x.request.exclusivity, t.vram_bytes)
+                for x in self.leases.values()
+                for t in x.slices
+                if t.device_id == s.device_id
+            ]
+            self.devices[s.device_id] = occupy(self.devices[s.device_id], staying)
+        self._shift(lease.tenant, leases=-1, slices=lease)
+        self.hand_out()
+
+    # deciding
+
+    def view(self, *, with_leases: bool) -> View:
+        leases = tuple(self.leases[i] for i in sorted(self.leases)) if with_leases else ()
+        return View(
+            devices=tuple(self.devices.values()),
+            leases=leases,
+            waiters=tuple(self.waiters.values()),
+            tenants=self.tenants,
+            policy=self.policy,
+        )
+
+    def hand_out(self) -> None:
+        if not self.waiters:
+            return
+        if self.scheme.order is Order.OURS:
+            for decision in admission.place(self.view(with_leases=False), self.now):
+                self._place(decision)
+            return
+        while self.waiters:
+            waiter = next(iter(self.waiters.values()))
+            slices = fit(waiter.request.shape(), self.devices.values())
+            if slices is None:
+                return
+            self._place(
+                Grant(
+                    lease_id=waiter.id,
+                    slices=slices,
+                    vram_bytes=waiter.request.vram_bytes,
+                    reason="it was first",
+                )
+            )
+
+    def _place(self, decision: Grant | Offer) -> None:
+        if isinstance(decision, Offer):
+            raise InvariantBroken("nobody here takes less than it asked for, and it was offered")
+        granted = self._grant(self.waiters[decision.lease_id], decision, claimed=False)
+        self.news.append(News(Happened.GRANTED, granted))
+
+    def tick(self) -> int | None:
+        """What the warden's tick does; when to look again."""
+        view = self.view(with_leases=True)
+        if self.scheme.order is Order.ARRIVAL:
+            view = replace(view, waiters=())  # the list is not ours: only what has run out is ended
+        decided = schedule.tick(view, self.now)
+        rest = [step for step in decided if not isinstance(step, Grant | Offer)]
+        for step in rest:
+            self._apply(step)
+        placed = [step for step in decided if isinstance(step, Grant | Offer)]
+        if any(not isinstance(step, Revoke) for step in rest):
+            self.hand_out()
+        else:
+            for decision in placed:
+                self._place(decision)
+        if not self.waiters or self.scheme.order is Order.ARRIVAL:
+            return None  # each grant and renewal is looked at when it runs out
+        return schedule.next_look_at(self.view(with_leases=True) if decided else view, self.now)
+
+    def _apply(self, step: Instruction) -> None:
+        if isinstance(step, Drop | Withdraw):
+            raise InvariantBroken(f"a waiter of the simulation was sent away: {step.reason}")
+        lease = self.leases[step.lease_id]
+        if isinstance(step, End):
+            reason = overdue(lease, self.now)
+            if reason is None:
+                raise InvariantBroken(f"lease {lease.id} was ended and is not over")
+            self.news.append(News(Happened.ENDED, self._end(lease, reason, step.reason)))
+        elif isinstance(step, Revoke):
+            revoked = changed(
+                lease,
+                state=after(lease.state, Event.REVOKE),
+                deadline_at=step.deadline_at,
+                reason=step.end_reason,
+                detail=step.reason,
+            )
+            self.leases[lease.id] = revoked
+            self.news.append(News(Happened.REVOKED, revoked))
+
+    # counting
+
+    def _shift(self, name: str, *, leases: int = 0, slices: Lease | None = None, waiting: int = 0) -> None:
+        """Bring the tenant's use forward to now, then change its rate and live numbers."""
+        tenant = self.tenants[name]
+        live_bytes = rate = 0
+        if slices is not None:
+            for s in slices.slices:
+                live_bytes += s.vram_bytes
+                rate += rate_of(
+                    slices.request.exclusivity, s.vram_bytes, self.devices[s.device_id].capacity_bytes
+                )
+        self.tenants[name] = replace(
+            tenant,
+            live_leases=tenant.live_leases + leases,
+            live_bytes=tenant.live_bytes + leases * live_bytes,
+            rate_ppm=tenant.rate_ppm + leases * rate,
+            waiting=tenant.waiting + waiting,
+            used_us=used_now(tenant, self.now, self.policy.half_life_us),
+            as_of=self.now,
+        )
+
+    def check(self) -> None:
+        """What must hold after every event: no device holds more than it has (L2), the sums are those of who is there, and nobody
+        both waits and holds."""
+        held: dict[str, list[Resident]] = {name: [] for name in self.devices}
+        for lease in self.leases.values():
+            for s in lease.slices:
+                held[s.device_id].append(Resident(lease.tenant, lease.request.exclusivity, s.vram_bytes))
+        for name, device in self.devices.items():
+            if occupy(device, held[name]) != device:
+                raise InvariantBroken(f"device {name} says {device}, and has {held[name]} on it")
+            alone = [r for r in held[name] if r.exclusivity is Exclusivity.DEVICE]
+            if alone and len(held[name]) > 1:
+                raise InvariantBroken(f"device {name} is leased whole and to others too")
+        both = self.leases.keys() & self.waiters.keys()
+        if both:
+            raise InvariantBroken(f"{min(both)} waits and holds")
+        self._check_tenants()
+
+    def _check_tenants(self) -> None:
+        counts: dict[str, tuple[int, int]] = {}
+        for found, column in ((self.leases, 0), (self.waiters, 1)):
+            for lease in found.values():
+                was = counts.get(lease.tenant, (0, 0))
+                counts[lease.tenant] = (was[0] + (column == 0), was[1] + (column == 1))
+        for name, (live, waiting) in counts.items():
+            tenant = self.tenants[name]
+            if (tenant.live_leases, tenant.waiting) != (live, waiting):
+                raise InvariantBroken(
+                    f"tenant {name} says {tenant}, and has {live} leases and {waiting} waiting"
+                )
+
+
+def ends_of(world: World) -> Mapping[str, int]:
+    return {reason.value: count for reason, count in sorted(world.ends.items(), key=lambda e: e[0].value)}
