@@ -221,6 +221,14 @@ def test_a_failed_checkpoint_fails_the_cell(kernel: Kernel) -> None:
     kernel.fine(gpu("fine = 1", "--keep fine"))
 
 
+def test_what_is_only_in_the_worker_is_not_called_saved(kernel: Kernel) -> None:
+    kernel.fine("stream = 0")
+    shown = kernel.run(gpu("stream = (i for i in range(3))", "--keep stream"))
+    assert shown.error == "NotDurable"
+    assert "stream (cannot pickle" in shown.said and "only in the GPU worker" in shown.said
+    assert "saved" not in shown.line
+
+
 def test_a_store_that_refuses_fails_the_cell_and_says_what_was_kept(kernel: Kernel, shared_lab: Lab) -> None:
     kernel.fine(gpu("good = 1", "--keep good"))
     store = shared_lab.home.settings.home / "store"

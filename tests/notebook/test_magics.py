@@ -49,6 +49,14 @@ def test_help(kernel: Kernel) -> None:
     assert "release" in kernel.fine("%gpu --help").stdout
 
 
+def test_names_said_in_two_options_all_count(kernel: Kernel) -> None:
+    kernel.fine("first, second, third = 1, 2, 3")
+    shown = kernel.run(gpu("1", "--keep nowhere --keep first"))
+    assert "--keep names nowhere" in shown.said
+    kernel.fine(gpu("fourth = first + second\nfifth = 5", "--in first --in second --out fourth --out fifth"))
+    assert kernel.value("fourth, fifth") == "(3, 5)"
+
+
 def test_more_than_there_is(kernel: Kernel) -> None:
     shown = kernel.run(gpu("1", "--vram 1TB"))
     assert shown.error == "NeverFits"

@@ -91,6 +91,23 @@ def test_what_cannot_come_back_stays_for_the_next_cell(kernel: Kernel) -> None:
     assert "was only in the worker of lease" in shown.trace
 
 
+def test_what_can_only_be_made_in_the_worker_keeps_nothing_else_from_coming_back(kernel: Kernel) -> None:
+    kernel.fine("import os\nos.makedirs('there', exist_ok=True)\nseen = [0]")
+    kernel.fine("open('there/only_there.py', 'w').write('class Thing:\\n    n = 7')")
+    shown = kernel.run(
+        gpu(
+            "import sys; sys.path.insert(0, os.path.abspath('there'))\nfrom only_there import Thing\n"
+            "seen.append(1)\nthings, other = [Thing()], seen\n1 / 0"
+        )
+    )
+    assert shown.error == "ZeroDivisionError"  # the cell's own, not ours
+    assert any("things (it cannot be made here: ModuleNotFoundError" in text for text in shown.texts)
+    assert shown.line
+    assert kernel.value("seen, other is seen, 'things' in globals()") == "([0, 1], True, False)"
+    assert kernel.fine(gpu("things[0].n, seen")).result == "(7, [0, 1])"
+    assert kernel.fine(gpu("things")).result.startswith("[<only_there.Thing")
+
+
 def test_modules_are_imported_when_they_are_first_used(kernel: Kernel) -> None:
     kernel.fine(gpu("import colorsys\nimport json.decoder\nfrom math import tau"))
     assert kernel.value("'colorsys' in __import__('sys').modules") == "False"

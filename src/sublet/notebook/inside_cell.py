@@ -138,6 +138,7 @@ def run(order: CellOrder) -> CellReport:
     random = cell_random.take()
     return CellReport(
         values=values,
+        names=tuple(name for name in found if name != RESULT),
         gone=gone,
         stayed=stayed,
         modules=modules,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import shlex
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from sublet.core.device import parse_exclusivity
@@ -56,8 +57,8 @@ class _Parser(argparse.ArgumentParser):
         raise BadOption(f"%%gpu: {message}", remedy="%%gpu --help lists the options")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+def _names(texts: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in ",".join(texts).split(",") if part.strip()))
     for name in names:
         if not name.isidentifier():
             raise BadOption(
@@ -73,10 +74,11 @@ def _parser() -> _Parser:
     parser.add_argument("--ttl", default="5m")
     parser.add_argument("--tier", default="interactive")
     parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--keep", default="")
+    # Said twice they count twice: of names that must not be lost none is dropped in silence.
+    parser.add_argument("--keep", action="append", default=None)
     parser.add_argument("--every", default="30s")
-    parser.add_argument("--in", dest="takes", default=None)
-    parser.add_argument("--out", dest="gives", default=None)
+    parser.add_argument("--in", dest="takes", action="append", default=None)
+    parser.add_argument("--out", dest="gives", action="append", default=None)
     parser.add_argument("--wait", default="")
     parser.add_argument("--least", default="")
     parser.add_argument("--exclusivity", default="shared")
@@ -128,7 +130,7 @@ def _parsed(line: str) -> Wish | None:
         least=found.least,
         takes=None if found.takes is None else _names(found.takes),
         gives=None if found.gives is None else _names(found.gives),
-        keep=_names(found.keep),
+        keep=_names(found.keep or ()),
         every_us=parse_duration(found.every, what="--every"),
         release=found.release,
     )

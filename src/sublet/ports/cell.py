@@ -51,6 +51,7 @@ class CellReport:
     """What came of it."""
 
     values: Packed  # dict of what comes back
+    names: tuple[str, ...] = ()  # of what is in it
     gone: tuple[str, ...] = ()  # deleted by the cell
     stayed: Mapping[str, str] = field(default_factory=dict)  # what could not come back, and why
     modules: Mapping[str, str] = field(default_factory=dict)  # names that stand for modules
@@ -138,3 +139,5 @@ class Packing(Protocol):
 
     def pack(self, value: Any) -> Packed: ...
     def unpack(self, packed: Packed) -> Any: ...
+    def pack_there(self, groups: Sequence[Sequence[str]]) -> list[Packed]:
+        """Called in the worker: its variables of these names, each group in a pickle of its own."""

@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from sublet.core.cell_account import Account, Line
@@ -349,7 +349,15 @@ class Cells:
             ran.error = self._ended(report.stopped, trip)
             self._go_on_from_kept(trip)
         else:
-            ran.result = self._bring_back(report, trip.space)
+            try:
+                report, values = self._made_here(report, trip.lease)
+                ran.report, ran.stayed = report, dict(report.stayed)
+                ran.result = self._bring_back(report, values, trip.space)
+            except BaseException:
+                # Interrupted, or lost in the middle of it: the notebook has not what the worker has, and nobody knows what it has.
+                self._enter(ran, trip, report.launches)
+                self.release()
+                raise
             ran.error = self._keep(trip, report) if trip.wish.keep else None
         failed = self.kept.settle()
         if failed and ran.error is None:
@@ -370,14 +378,29 @@ class Cells:
         ran.line = self.account.line(trip.lease.id, trip.source.count)
         return ran
 
-    def _bring_back(self, report: CellReport, space: MutableMapping[str, Any]) -> Any:
+    def _made_here(self, report: CellReport, lease: Lease) -> tuple[CellReport, dict[str, Any]]:
+        """A value made of something that is only installed, or only found, in the worker stays there, and keeps no other from coming back."""
         try:
-            values = self._packing.unpack(report.values)
+            return report, self._packing.unpack(report.values)
         except Exception as e:
-            raise BadInput(
-                f"what the cell made cannot be brought back: {type(e).__name__}: {e}. It stays in the worker",
-                remedy="install here what it needs, or bring back something plainer with --out",
-            ) from e
+            stayed, fine = dict(report.stayed), []
+            try:
+                alone = lease.run(self._packing.pack_there, [(name,) for name in report.names])
+                for name, packed in zip(report.names, alone, strict=True):
+                    try:
+                        self._packing.unpack(packed)
+                        fine.append(name)
+                    except Exception as of_one:
+                        stayed[name] = f"it cannot be made here: {type(of_one).__name__}: {of_one}"
+                values = self._packing.unpack(lease.run(self._packing.pack_there, [fine])[0])
+            except SubletError:
+                raise BadInput(
+                    f"what the cell made cannot be brought back: {type(e).__name__}: {e}",
+                    remedy="install here what it needs, or bring back something plainer with --out",
+                ) from e
+            return replace(report, names=tuple(fine), stayed=stayed, result=False), values
+
+    def _bring_back(self, report: CellReport, values: dict[str, Any], space: MutableMapping[str, Any]) -> Any:
         result = values.pop(RESULT, None)
         values.update({name: module_or_late(module) for name, module in report.modules.items()})
         for name, value in values.items():
@@ -402,6 +425,12 @@ class Cells:
             return NotDurable(
                 f"--keep names {', '.join(missing)}, which neither the notebook nor the cell has defined; nothing was saved",
                 remedy="define it, or leave it out of --keep",
+            )
+        only_there = [f"{name} ({report.stayed[name]})" for name in keep if name in report.stayed]
+        if only_there:  # what the notebook has under the name is from before the cell
+            return NotDurable(
+                f"the cell ran, but what --keep names was not saved: {', '.join(only_there)} is only in the GPU worker",
+                remedy="keep something that can come back to the notebook: tensors, arrays, numbers, texts, what has a state_dict",
             )
         try:
             self.kept.save({name: space[name] for name in keep}, report.random, trip.lease)
