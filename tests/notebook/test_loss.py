@@ -225,7 +225,8 @@ def test_what_is_only_in_the_worker_is_not_called_saved(kernel: Kernel) -> None:
     kernel.fine("stream = 0")
     shown = kernel.run(gpu("stream = (i for i in range(3))", "--keep stream"))
     assert shown.error == "NotDurable"
-    assert "stream (cannot pickle" in shown.said and "only in the GPU worker" in shown.said
+    assert "stream (cannot pickle" in shown.said
+    assert "only in the GPU worker" in shown.said
     assert "saved" not in shown.line
 
 

@@ -37,6 +37,7 @@ from sublet.ports.cell import (
     is_users,
 )
 from sublet.runtime import cell_random
+from sublet.runtime.cell_surroundings import follow
 
 
 class Stopped(BaseException):
@@ -100,6 +101,8 @@ def run(order: CellOrder) -> CellReport:
     global _keeping
     space = main_globals()
     here = shell(order.front, order.colors)
+    if order.moved is not None:
+        follow(order.moved)  # first: what is unpacked may have to be imported from there
     for name in order.forget:
         space.pop(name, None)
     space.update(unpack(unpacked(order.values)))

@@ -17,6 +17,16 @@ Packed = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What changed around the notebook, and is no variable."""
+
+    folder: str = ""  # '': the same
+    path: tuple[str, ...] | None = None  # where modules are found; None: the same
+    path_before: tuple[str, ...] = ()
+    environment: Mapping[str, str | None] = field(default_factory=dict)  # None: gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CellOrder:
     """Run this cell."""
 
@@ -33,6 +43,7 @@ class CellOrder:
     keep: tuple[str, ...] = ()
     every_us: int = 0
     random: Mapping[str, bytes] | None = None  # the notebook's random states, when they are not the worker's
+    moved: Moved | None = None
     colors: str = ""
 
 

@@ -36,6 +36,7 @@ from sublet.ports.ledger import Answer, Ledger
 from sublet.ports.worker import Screen
 from sublet.runtime import cell_random
 from sublet.runtime.cell_keep import Kept, KeptState
+from sublet.runtime.cell_surroundings import Surroundings, surroundings
 from sublet.runtime.holding import EXPLAIN_PATIENCE_US, RELEASE_PATIENCE_US, Lease
 from sublet.runtime.late_module import module_or_late
 
@@ -147,6 +148,7 @@ class Cells:
         self._drawn: Mapping[str, bytes] = {}  # the notebook's random states when both sides had the same
         self._offered: Mapping[str, bytes] = {}  # those the cell begins with
         self._random_there: Mapping[str, bytes] = {}
+        self._around = Surroundings()  # as the worker was last told
         self._pid = os.getpid()
         self._screen: Screen | None = None  # of the cell that runs
         self.lease: Lease | None = None
@@ -170,6 +172,7 @@ class Cells:
     def _lease_for(self, wish: Wish) -> Lease:
         give_up = time.monotonic() + GIVE_UP_SECONDS
         while True:
+            self._around = surroundings()  # a worker begins with them
             try:
                 lease = self._take(wish)
                 break
@@ -291,6 +294,7 @@ class Cells:
             keep=wish.keep,
             every_us=wish.every_us,
             random=self._random(fresh),
+            moved=(around := surroundings()).since(self._around),
         )
         self._screen = screen
         try:
@@ -299,6 +303,7 @@ class Cells:
                 self._run_inside, (order,), screen, lambda asked: self._answer(asked, lease)
             )
             assert isinstance(report, CellReport)
+            self._around = around
             if report.random is None:
                 self._drawn = self._offered
             return report
