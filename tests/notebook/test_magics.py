@@ -15,6 +15,7 @@ from tests.notebook.test_output import gpu
     [
         ("--vram lots", "--vram 'lots'"),
         ("--ttl soon", "--ttl 'soon'"),
+        ("--ttl 0", "--ttl 0 is out of range"),
         ("--tier royal", "royal"),
         ("--count 0", "--count 0 must be at least 1"),
         ("--count two", "invalid int value"),

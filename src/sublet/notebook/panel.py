@@ -109,8 +109,8 @@ class Panel:
             return head + countdown(lease.seconds_left, lease.seconds_left) + line(whose)
         if self._bench.cells.computing:
             return title(f"{where}: computing") + line(f"{whose}, renewed for as long as the cell computes")
-        head = title(f"{where}: warm, until nobody has used it for {format_duration(lease.ttl_us)}")
-        return head + countdown(lease.seconds_to_go, lease.ttl_us / _MICRO) + line(whose)
+        head = title(f"{where}: warm, until nobody has used it for {format_duration(lease.warm_us)}")
+        return head + countdown(lease.seconds_to_go, lease.warm_us / _MICRO) + line(whose)
 
     def cost(self) -> None:
         cells = self._bench.cells

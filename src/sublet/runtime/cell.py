@@ -53,6 +53,9 @@ class Wish:
 
     vram: str = "1GiB"
     ttl: str = "5m"
+    warm_us: int | None = (
+        None  # the ttl, if the line says one: it counts for a lease that is warm already, too
+    )
     tier: str = "interactive"
     count: int = 1
     exclusivity: str = "shared"
@@ -72,7 +75,7 @@ class Wish:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """What a lease must be like to serve this cell. The ttl counts when a lease is taken, not for one that is warm."""
+        """What a lease must be like to serve this cell."""
         return (self.vram, self.tier, self.count, self.exclusivity, self.tenant)
 
 
@@ -250,6 +253,8 @@ class Cells:
             luggage = step.luggage(space, (*taken, *wish.keep), alone=wish.by_name)
             lease = self.lease if warm else self._lease_for(wish)
             assert lease is not None
+            if wish.warm_us is not None:
+                lease.warm_us = wish.warm_us
             self._in_step = step
             trip = _Trip(
                 wish=wish,
