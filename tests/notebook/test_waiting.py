@@ -80,6 +80,7 @@ def test_a_question_does_not_keep_anybody_longer_than_the_wait(
     kernel.finish()
     assert shown.error == "WaitTimedOut"
     assert shown.seconds < 10  # the offer is held for twenty
+    assert "Take 1GiB now?" in second.client.get_stdin_msg(timeout=5)["content"]["prompt"]
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
