@@ -136,6 +136,17 @@ def test_where_the_notebook_is_a_warm_worker_is_too(kernel: Kernel) -> None:
     assert kernel.value("there, 'CELL' in os.environ") == "((True, False, False, True), False)"
 
 
+def test_an_array_that_is_a_file_is_written_to_the_file(kernel: Kernel) -> None:
+    kernel.fine(
+        "import numpy as np\nmapped = np.memmap('mapped.bin', 'f8', 'w+', shape=(300_000,))\nown = mapped"
+    )
+    kernel.fine(gpu("mapped[5] = 9"))
+    assert (
+        kernel.value("own is mapped, float(own[5]), float(np.fromfile('mapped.bin')[5])")
+        == "(True, 9.0, 9.0)"
+    )
+
+
 def test_a_working_folder_that_is_gone_stops_nothing(kernel: Kernel) -> None:
     kernel.fine("%gpu release")
     kernel.fine(

@@ -75,7 +75,7 @@ class _Keeping:
             return False
         kept = {name: space[name] for name in self._names}
         try:
-            values = packed(pack(kept))
+            values = packed(pack(kept, snapshot=True))
         except Exception as e:
             raise NotDurable(f"what --keep names could not be saved: {_culprit(kept) or e}") from e
         answer: Saving = worker.ask_caller(Snapshot(values=values, random=cell_random.take()))
