@@ -236,6 +236,12 @@ def test_a_failed_checkpoint_fails_the_cell(kernel: Kernel) -> None:
     kernel.fine(gpu("fine = 1", "--keep fine"))
 
 
+def test_what_was_saved_is_called_saved_also_when_nothing_new_was_written(kernel: Kernel) -> None:
+    kernel.fine("import numpy as np\nsame, turn = np.ones(64), 0")
+    for _ in range(2):
+        assert " · saved" in kernel.fine(gpu("turn += 1", "--keep same,turn")).line
+
+
 def test_what_is_only_in_the_worker_is_not_called_saved(kernel: Kernel) -> None:
     kernel.fine("stream = 0")
     shown = kernel.run(gpu("stream = (i for i in range(3))", "--keep stream"))

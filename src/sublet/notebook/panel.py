@@ -39,11 +39,11 @@ class Panel:
 
     def under_cell(self, ran: Ran) -> None:
         if ran.line is not None:
-            self._say(line(self._figures(ran.line, ran.before)))
+            self._say(line(self._figures(ran.line, ran.before, kept=ran.kept is not None)))
         if ran.stayed:
             self._say(line(_stayed(ran.stayed)))
 
-    def _figures(self, cell: Line, before: str) -> str:
+    def _figures(self, cell: Line, before: str, *, kept: bool) -> str:
         account = self._bench.cells.account
         lines = account.lines()
         place = lines.index(cell)
@@ -56,6 +56,8 @@ class Panel:
             parts.append(f"{cell.launches} launches" if cell.launches != 1 else "1 launch")
         if cell.checkpoint_bytes:
             parts.append(f"saved {format_size(cell.checkpoint_bytes)}")
+        elif kept:  # and the store had all its chunks already: who looks for the word must find it
+            parts.append("saved")
         price = self._price()
         if price is not None:
             parts.append(f"price {_money(account.prices(price)[place])}")
