@@ -137,6 +137,16 @@ def test_plainly_with_sublet_disable(shared_lab: Lab) -> None:
     assert "plainly" in kernel.fine("%gpu").texts[0]
     shown = kernel.run(gpu("1/0"))
     assert shown.error == "ZeroDivisionError"
+    assert "----> 2 1/0" in shown.trace
+    shown = kernel.fine(gpu("import asyncio\nawait asyncio.sleep(0)\nx = 3\nx;", "--vram 8GB"))
+    assert shown.result == ""
+    assert kernel.value("x") == "3"
+    assert "unrecognized arguments" in kernel.run(gpu("1", "--frobnicate")).stderr
+    kernel.fine("%reload_ext sublet")
+    assert (
+        kernel.value("len([t for t in get_ipython().input_transformers_cleanup if 'as_it_is' in str(t)])")
+        == "1"
+    )
     kernel.close()
 
 
