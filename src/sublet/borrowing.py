@@ -101,8 +101,8 @@ class GpuRequest:
         ensure_warden(self._settings)
         if self._holder == "worker" and (contained() or inside.tenancy() is not None):
             raise BadInput(
-                "a leased worker cannot be started inside 'sublet run' or a leased kernel",
-                remedy="use the lease it has: this process holds it already (in a leased kernel: sublet.lease())",
+                "a leased worker cannot be started inside another, 'sublet run' or a leased kernel",
+                remedy="use the lease there is: this process runs under it already (in a %%gpu cell or a leased kernel: sublet.lease())",
             )
         worker = self._start() if self._holder == "worker" else None
         try:

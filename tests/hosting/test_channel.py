@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,6 +162,60 @@ def test_a_block_is_used_again_once_it_is_let_go_of(ends: Pair) -> None:
         over(ends, bytes(100_000))
         over(ends[::-1], b"")
     assert mappings() == 4
+
+
+def in_a_child(check: Callable[[], bool]) -> bool:
+    if not (child := os.fork()):
+        os._exit(0 if check() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_a_forked_child_writes_is_its_own(ends: Pair, closed: bool) -> None:
+    (view,) = over(ends, b"a" * 100_000)
+    if closed:  # the worker is long gone, and the array still here
+        ends[1].close()
+        gc.collect()
+
+    def writes() -> bool:
+        view[0] = view[99_999] = ord("b")
+        return bytes(view) == b"b" + b"a" * 99_998 + b"b"
+
+    assert in_a_child(writes)
+    assert bytes(view) == b"a" * 100_000
+    view[0] = ord("c")
+    assert bytes(view[:2]) == b"ca"
+
+
+def test_what_a_forked_child_reads_is_not_used_for_another_message(ends: Pair) -> None:
+    views = over(ends, b"a" * 100_000)
+    asks, answers = os.pipe()
+    if not (child := os.fork()):
+        os.read(asks, 1)
+        os._exit(0 if bytes(views[0]) == b"a" * 100_000 else 1)
+    views.clear()
+    for _ in range(3):
+        over(ends[::-1], b"")
+        over(ends, b"z" * 100_000)
+    assert mappings() <= 4  # and it is not kept for ever
+    os.write(answers, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(asks)
+    os.close(answers)
+
+
+def test_an_array_that_outlived_its_channel_leaves_no_descriptor_behind() -> None:
+    fds = descriptors()
+    here, there = map(Channel, pair())
+    kept = over((here, there), b"a" * 100_000)
+    here.close()
+    there.close()
+    del here, there
+    gc.collect()
+    assert bytes(kept[0][:2]) == b"aa"
+    kept.clear()
+    gc.collect()
+    assert descriptors() == fds
 
 
 def test_free_blocks_are_few_and_unmapped_by_both(ends: Pair) -> None:

@@ -24,6 +24,7 @@ from sublet.core.errors import CannotTravel
 from sublet.hosting import in_step, shared
 from sublet.hosting.in_step import Travel, WorkerHas
 from sublet.hosting.local import LocalWorker, LocalWorkers
+from sublet.runtime.cell import Cells
 from sublet.runtime.late_module import LateModule
 from tests.conftest import MORE_EXAMPLES
 from tests.hosting.conftest import moved_in
@@ -582,6 +583,25 @@ def test_what_is_named_goes_alone(book: Notebook) -> None:
 
 NAMES = ("a", "b", "c", "d")
 ATOM = st.sampled_from([0, 1, 1.0, True, None, "", "x", -0.0, 0.0, b"x", 2**70])
+
+
+def test_interrupted_while_results_come_back_the_worker_is_not_believed_to_have_what_the_notebook_has(
+    book: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book.here("seen = [0]")
+    book.there("before = len(seen)")
+    held = book.lease
+
+    def interrupted(self: Any, *_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Cells, "_bring_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        book.there("seen.append(1)")
+    monkeypatch.undo()
+    assert held.status == "ended"
+    book.there("there = list(seen)")
+    assert book.space["seen"] == book.space["there"] == [0]
 
 
 class InStep(RuleBasedStateMachine):

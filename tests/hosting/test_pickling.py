@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,37 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
         "masked": np.ma.masked_array([1, 2, 3], [0, 1, 0]),
         "many dimensions": np.arange(2**8).reshape((2,) * 8),
     }
+
+
+def test_an_array_that_is_a_file_stays_that_file(tmp_path: Path) -> None:
+    whole = np.memmap(tmp_path / "a", "f8", "w+", shape=(4000, 100))
+    whole[:] = 1
+    there = unpack(pack([whole, whole[7:9], whole.T]))
+    there[1][0, 5] = 3  # as a worker does
+    assert whole[7, 5] == there[0][7, 5] == there[2][5, 7] == 3
+    assert len(pack(whole)) == 1  # no buffer: none of its content travels
+    only_read = np.memmap(tmp_path / "a", "f8", "r", offset=808, shape=(50,), order="F")
+    again = unpack(pack(only_read))
+    assert again.tolist() == only_read.tolist()
+    assert not again.flags.writeable
+
+
+def test_an_array_of_a_file_travels_by_content_where_the_file_does_not_say_it(tmp_path: Path) -> None:
+    whole = np.memmap(tmp_path / "a", "f8", "w+", shape=(400, 10))
+    private = np.memmap(tmp_path / "a", "f8", "c", shape=(400, 10))
+    private[0, 0] = 5
+    made = whole + 1
+    scattered = whole[:, 3]
+    for array in (private, made, scattered, whole[:0]):
+        assert unpack(pack(array)).tolist() == array.tolist()
+    kept = unpack(pack([whole], snapshot=True))
+    whole[0, 0] = 9
+    assert kept[0][0, 0] == 0
+    os.replace(tmp_path / "a", tmp_path / "b")
+    np.zeros((400, 10)).tofile(tmp_path / "a")  # another file of that name
+    assert unpack(pack(whole))[0, 0] == 9
+    os.unlink(tmp_path / "a")
+    assert unpack(pack(whole))[0, 0] == 9
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

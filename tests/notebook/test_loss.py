@@ -120,6 +120,21 @@ def test_it_runs_out_between_two_cells(kernel: Kernel, shared_lab: Lab) -> None:
     assert "a new session: the last one ended (nobody used it for 1.0s)" in shown.line
 
 
+def test_a_ttl_said_while_the_gpu_is_warm_counts(kernel: Kernel, shared_lab: Lab) -> None:
+    kernel.fine("%gpu release")
+    kernel.fine(gpu("x = [1]", "--ttl 5m"))
+    kernel.fine(gpu("1", "--ttl 400ms"))
+    wait_until(lambda: not shared_lab.leases())
+    kernel.fine(gpu("1", "--ttl 500ms"))
+    kernel.fine(gpu("1", "--ttl 1m"))  # longer than the lease's own: it is renewed meanwhile
+    held = shared_lab.lease_id()
+    time.sleep(1.5)
+    kernel.fine(gpu("1"))
+    assert shared_lab.lease_id() == held
+    assert "1m" in kernel.fine("%gpu").texts[0].partition("used it for")[2]
+    kernel.fine("%gpu release")
+
+
 def test_a_cell_longer_than_its_ttl_is_renewed(kernel: Kernel, shared_lab: Lab) -> None:
     shown = kernel.fine(gpu("import time\ntime.sleep(2.5)\n'whole'", "--ttl 1s"))
     assert shown.result == "'whole'"
@@ -219,6 +234,21 @@ def test_a_failed_checkpoint_fails_the_cell(kernel: Kernel) -> None:
     assert shown.error == "NotDurable"
     assert "nowhere" in shown.said
     kernel.fine(gpu("fine = 1", "--keep fine"))
+
+
+def test_what_was_saved_is_called_saved_also_when_nothing_new_was_written(kernel: Kernel) -> None:
+    kernel.fine("import numpy as np\nsame, turn = np.ones(64), 0")
+    for _ in range(2):
+        assert " · saved" in kernel.fine(gpu("turn += 1", "--keep same,turn")).line
+
+
+def test_what_is_only_in_the_worker_is_not_called_saved(kernel: Kernel) -> None:
+    kernel.fine("stream = 0")
+    shown = kernel.run(gpu("stream = (i for i in range(3))", "--keep stream"))
+    assert shown.error == "NotDurable"
+    assert "stream (cannot pickle" in shown.said
+    assert "only in the GPU worker" in shown.said
+    assert "saved" not in shown.line
 
 
 def test_a_store_that_refuses_fails_the_cell_and_says_what_was_kept(kernel: Kernel, shared_lab: Lab) -> None:

@@ -15,6 +15,7 @@ from tests.notebook.test_output import gpu
     [
         ("--vram lots", "--vram 'lots'"),
         ("--ttl soon", "--ttl 'soon'"),
+        ("--ttl 0", "--ttl 0 is out of range"),
         ("--tier royal", "royal"),
         ("--count 0", "--count 0 must be at least 1"),
         ("--count two", "invalid int value"),
@@ -47,6 +48,14 @@ def test_help(kernel: Kernel) -> None:
         assert option in shown.stdout
     assert "Example:" in shown.stdout
     assert "release" in kernel.fine("%gpu --help").stdout
+
+
+def test_names_said_in_two_options_all_count(kernel: Kernel) -> None:
+    kernel.fine("first, second, third = 1, 2, 3")
+    shown = kernel.run(gpu("1", "--keep nowhere --keep first"))
+    assert "--keep names nowhere" in shown.said
+    kernel.fine(gpu("fourth = first + second\nfifth = 5", "--in first --in second --out fourth --out fifth"))
+    assert kernel.value("fourth, fifth") == "(3, 5)"
 
 
 def test_more_than_there_is(kernel: Kernel) -> None:
@@ -128,6 +137,16 @@ def test_plainly_with_sublet_disable(shared_lab: Lab) -> None:
     assert "plainly" in kernel.fine("%gpu").texts[0]
     shown = kernel.run(gpu("1/0"))
     assert shown.error == "ZeroDivisionError"
+    assert "----> 2 1/0" in shown.trace
+    shown = kernel.fine(gpu("import asyncio\nawait asyncio.sleep(0)\nx = 3\nx;", "--vram 8GB"))
+    assert shown.result == ""
+    assert kernel.value("x") == "3"
+    assert "unrecognized arguments" in kernel.run(gpu("1", "--frobnicate")).stderr
+    kernel.fine("%reload_ext sublet")
+    assert (
+        kernel.value("len([t for t in get_ipython().input_transformers_cleanup if 'as_it_is' in str(t)])")
+        == "1"
+    )
     kernel.close()
 
 

@@ -170,6 +170,10 @@ def test_input_is_refused(kernel: Kernel) -> None:
     shown = kernel.run(gpu("input('name? ')"))
     assert shown.error == "StdinNotImplementedError"
     assert "ask in a normal cell" in shown.trace
+    shown = kernel.run(gpu("breakpoint()"))
+    assert shown.error == "StdinNotImplementedError"
+    assert "take %%gpu away" in shown.said
+    assert "pdb.py" not in shown.trace
 
 
 def test_exit_does_not_end_anything(kernel: Kernel) -> None:

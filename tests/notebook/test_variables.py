@@ -93,6 +93,73 @@ def test_what_cannot_come_back_stays_for_the_next_cell(kernel: Kernel) -> None:
     assert "was only in the worker of lease" in shown.trace
 
 
+def test_what_can_only_be_made_in_the_worker_keeps_nothing_else_from_coming_back(kernel: Kernel) -> None:
+    kernel.fine("import os\nos.makedirs('there', exist_ok=True)\nseen = [0]")
+    kernel.fine("open('there/only_there.py', 'w').write('class Thing:\\n    n = 7')")
+    shown = kernel.run(
+        gpu(
+            "import sys; sys.path.insert(0, os.path.abspath('there'))\nfrom only_there import Thing\n"
+            "seen.append(1)\nthings, other = [Thing()], seen\n1 / 0"
+        )
+    )
+    assert shown.error == "ZeroDivisionError"  # the cell's own, not ours
+    assert any("things (it cannot be made here: ModuleNotFoundError" in text for text in shown.texts)
+    assert shown.line
+    assert kernel.value("seen, other is seen, 'things' in globals()") == "([0, 1], True, False)"
+    assert kernel.fine(gpu("things[0].n, seen")).result == "(7, [0, 1])"
+    assert kernel.fine(gpu("things")).result.startswith("[<only_there.Thing")
+
+
+def test_where_the_notebook_is_a_warm_worker_is_too(kernel: Kernel) -> None:
+    kernel.fine(gpu("import os, sys\nsys.path.insert(0, 'the-cells')\nos.environ['CELL'] = 'its own'"))
+    kernel.fine(
+        "import os, sys\nhome = os.getcwd()\nos.makedirs('deeper', exist_ok=True)\nos.chdir('deeper')\n"
+        "open('beside.py', 'w').write('value = 11')\nsys.path.insert(0, os.getcwd())\n"
+        "os.environ.update(LATER='yes', CUDA_VISIBLE_DEVICES='7', SUBLET_LEDGER='sqlite:elsewhere.db')"
+    )
+    kernel.fine(
+        gpu(
+            "import beside\nthere = (os.getcwd() == home + '/deeper', beside.value, os.environ['LATER'], os.environ['CELL'],\n"
+            "         'the-cells' in sys.path, os.environ['CUDA_VISIBLE_DEVICES'], 'SUBLET_LEDGER' in os.environ)"
+        )
+    )
+    assert kernel.value("there") == "(True, 11, 'yes', 'its own', True, '', False)"
+    kernel.fine(gpu("os.chdir('/')"))  # stays there, and the next cell finds it so
+    assert kernel.fine(gpu("os.getcwd()")).result == "'/'"
+    kernel.fine(
+        "sys.path.remove(os.getcwd())\nos.chdir(home)\nfor name in ('LATER', 'CUDA_VISIBLE_DEVICES', 'SUBLET_LEDGER'): "
+        "del os.environ[name]"
+    )
+    kernel.fine(
+        gpu(
+            "there = os.getcwd() == home, 'LATER' in os.environ, home + '/deeper' in sys.path, 'the-cells' in sys.path"
+        )
+    )
+    assert kernel.value("there, 'CELL' in os.environ") == "((True, False, False, True), False)"
+
+
+def test_an_array_that_is_a_file_is_written_to_the_file(kernel: Kernel) -> None:
+    kernel.fine(
+        "import numpy as np\nmapped = np.memmap('mapped.bin', 'f8', 'w+', shape=(300_000,))\nown = mapped"
+    )
+    kernel.fine(gpu("mapped[5] = 9"))
+    assert (
+        kernel.value("own is mapped, float(own[5]), float(np.fromfile('mapped.bin')[5])")
+        == "(True, 9.0, 9.0)"
+    )
+
+
+def test_a_working_folder_that_is_gone_stops_nothing(kernel: Kernel) -> None:
+    kernel.fine("%gpu release")
+    kernel.fine(
+        "import os\nhome = os.getcwd()\nos.mkdir('doomed')\nos.chdir('doomed')\nos.rmdir('../doomed')"
+    )
+    try:
+        assert kernel.fine(gpu("1 + 1")).result == "2"
+    finally:
+        kernel.fine("os.chdir(home)")
+
+
 def test_modules_are_imported_when_they_are_first_used(kernel: Kernel) -> None:
     kernel.fine(gpu("import colorsys\nimport json.decoder\nfrom math import tau"))
     assert kernel.value("'colorsys' in __import__('sys').modules") == "False"

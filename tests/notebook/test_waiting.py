@@ -75,6 +75,19 @@ def test_a_wait_that_is_too_long_ends_in_a_sentence(kernel: Kernel, second: Kern
     kernel.finish()
 
 
+def test_a_question_does_not_keep_anybody_longer_than_the_wait(
+    kernel: Kernel, second: Kernel, shared_lab: Lab
+) -> None:
+    gate = shared_lab.folder / "gate-question"
+    begin(kernel, BUSY.format(gate=str(gate)), "--vram 3GiB --count 2")
+    shown = second.run(gpu("1", "--vram 2GiB --wait 1s"))  # offered 1GiB, and nobody answers
+    gate.touch()
+    kernel.finish()
+    assert shown.error == "WaitTimedOut"
+    assert shown.seconds < 10  # the offer is held for twenty
+    assert "Take 1GiB now?" in second.client.get_stdin_msg(timeout=5)["content"]["prompt"]
+
+
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_less_now_or_all_of_it_later(kernel: Kernel, second: Kernel, gate: Path, answer: str) -> None:
     begin(kernel, BUSY.format(gate=str(gate)), "--vram 3GiB --count 2")

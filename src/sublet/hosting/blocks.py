@@ -6,6 +6,8 @@ Rules of this file:
 - Whoever keeps more than a few values gets copies: a block costs descriptors on both sides, and far more room than a small value.
 - Mappings are made populated and kept: touching fresh pages costs many times the copy itself.
 - Few free blocks are kept; the others go, and the borrower is told to unmap them.
+- A child that the borrower forks writes to pages of its own, as into any memory, and what it reads is never lent to another message. (It
+  sees what its parent writes there after the fork, in pages it has not written to itself: to copy all of them would cost too much.)
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import struct
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sublet.hosting import written
@@ -26,6 +29,8 @@ FREE_KEPT = 4
 BORROWED_MOST = 64
 ALIGN = 64
 _SMALLEST = 1 << 20
+#: Beside a block's number: a forked child may still read it.
+SPENT = 1 << 31
 _TABLE = struct.Struct("<Q")  # how many parts
 _PLACE = struct.Struct("<QQ")  # offset and size of one
 
@@ -130,12 +135,17 @@ class Lender:
 
     def returned(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._free.append(self._blocks[number])
+            if number & SPENT:
+                self._let_go(self._blocks[number & ~SPENT])
+            else:
+                self._free.append(self._blocks[number])
         while len(self._free) > FREE_KEPT:
-            oldest = self._free.pop(0)
-            del self._blocks[oldest.number]
-            oldest.close()
-            self.dropped.append(oldest.number)
+            self._let_go(self._free.pop(0))
+
+    def _let_go(self, block: _Block) -> None:
+        del self._blocks[block.number]
+        block.close()
+        self.dropped.append(block.number)
 
     def close(self) -> None:
         for block in self._blocks.values():
@@ -144,18 +154,33 @@ class Lender:
         self._free.clear()
 
 
+@dataclass(slots=True)
+class _Borrowed:
+    """A block while something refers to it."""
+
+    start: int
+    size: int
+    fd: int
+    alive: weakref.ref[Any]
+    forked: bool = False  # a child may have it too
+
+
 class Borrower:
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}
-        self._out: dict[int, weakref.ref[Any]] = {}
+        self._fds: dict[int, int] = {}  # for a child, to map them anew
+        self._out: dict[int, _Borrowed] = {}
+        self._closed = False
         self.unused: list[int] = []  # to be told to the lender
 
     def receive(self, number: int, fd: int, size: int) -> None:
-        """A block seen for the first time."""
+        """A block seen for the first time. The descriptor is ours from now on."""
         try:
             self._maps[number] = _mapped(fd, size)
-        finally:
+        except OSError:
             os.close(fd)
+            raise
+        self._fds[number] = fd
 
     def borrow(self, number: int) -> list[memoryview]:
         """Views of the parts. The block counts as used until the last object made from any of them is gone."""
@@ -168,21 +193,64 @@ class Borrower:
         whole = (ctypes.c_char * len(memory)).from_buffer(memory)
         start = ctypes.addressof(whole)
         written.borrowed(start, len(memory))
-        self._out[number] = weakref.ref(whole, lambda _: self._back(number, start))
+        gone = weakref.ref(whole, lambda _: self._back(number, start))
+        self._out[number] = _all_out[start] = _Borrowed(start, len(memory), self._fds[number], gone)
         view = memoryview(whole).cast("B")
         return [view[offset : offset + size] for offset, size in _places(view)]
 
     def _back(self, number: int, start: int) -> None:
         written.given_back(start)
-        self._out.pop(number, None)
-        self.unused.append(number)
+        borrowed = self._out.pop(number, None)
+        _all_out.pop(start, None)
+        if self._closed:
+            self._close_fd(number)
+        else:
+            self.unused.append(number | (SPENT if borrowed is not None and borrowed.forked else 0))
 
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._maps.pop(number).close()
+            self._close_fd(number)
 
     def close(self) -> None:
         """Maps that something still refers to stay until it is gone; the others go now."""
+        self._closed = True
         for number in [n for n in self._maps if n not in self._out]:
             self._maps.pop(number).close()
+            self._close_fd(number)
         self._maps.clear()
+
+    def _close_fd(self, number: int) -> None:
+        fd = self._fds.pop(number, -1)
+        if fd >= 0:
+            os.close(fd)
+
+
+_MAP_FIXED = 0x10
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+#: By where they start. What was borrowed may outlive its borrower: it is kept here as long.
+_all_out: dict[int, _Borrowed] = {}
+
+
+def _before_fork() -> None:
+    for borrowed in list(_all_out.values()):
+        borrowed.forked = True
+
+
+def _in_child() -> None:
+    for b in list(_all_out.values()):
+        # Where this is refused, the memory stays the parent's, too.
+        _libc.mmap(b.start, b.size, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, b.fd, 0)
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import builtins
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any
@@ -261,6 +261,10 @@ class Travel:
 
     def unpack(self, parts: Packed) -> Any:
         return unpack(unpacked(parts))
+
+    def pack_there(self, groups: Sequence[Sequence[str]]) -> list[Packed]:
+        space = main_globals()
+        return [packed(pack({name: space[name] for name in names})) for names in groups]
 
 
 def _is_fixed(value: Any) -> bool:

@@ -292,11 +292,14 @@ class LocalWorker:
 
     def begin(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
         mine = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
+        folder = ""
+        with contextlib.suppress(OSError):  # it was deleted under this process
+            folder = os.getcwd()
         terms = worker.Terms(
             lease_id=lease_id,
             epoch=epoch,
             environment=mine | dict(environment),
-            folder=os.getcwd(),
+            folder=folder,
             path=tuple(sys.path),
             arguments=tuple(sys.argv),
         )

@@ -6,6 +6,7 @@ Rules of this file:
 - Functions and classes of `__main__` travel by value, bound to the other side's `__main__`. The globals they read travel apart
   (`hosting/shipping.py`), so that a state kept there in a global is not overwritten by every call.
 - A class belongs to the process that defined it. When it comes home it is itself again, and keeps what was stored in it meanwhile.
+- An array that is a file (`numpy.memmap`) stays that file: a copy would be as large, and what is written to it would reach no file.
 - Both ends run the same user's code. This is no way to read what a stranger wrote.
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import io
+import mmap
+import os
 import pickle
 import sys
 import weakref
@@ -31,13 +34,13 @@ ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _ATOMS = frozenset(ATOMS)
 
 
-def pack(value: Any, met: list[FunctionType] | None = None) -> Pickled:
-    """`met` collects the functions of `__main__` that were packed by value."""
+def pack(value: Any, met: list[FunctionType] | None = None, *, snapshot: bool = False) -> Pickled:
+    """`met` collects the functions of `__main__` that were packed by value. A snapshot holds what files hold, not which they are."""
     if is_plain(value):
         return pack_plain(value)
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
-    _Pickler(file, buffers, met).dump(value)
+    _Pickler(file, buffers, met, snapshot=snapshot).dump(value)
     return [memoryview(file.getvalue()), *(b.raw() for b in buffers)]
 
 
@@ -110,10 +113,16 @@ class _MainGlobals(dict[str, Any]):
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
-        self, file: io.BytesIO, buffers: list[pickle.PickleBuffer] | None, met: list[FunctionType] | None
+        self,
+        file: io.BytesIO,
+        buffers: list[pickle.PickleBuffer] | None,
+        met: list[FunctionType] | None,
+        *,
+        snapshot: bool = False,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=None if buffers is None else buffers.append)
         self._met = met
+        self._snapshot = snapshot
         self._main = main_globals()
         # Not empty, so that it is taken as it is instead of being filled with names of this process.
         self.globals_ref[id(self._main)] = _MainGlobals(__name__="__main__")
@@ -144,6 +153,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = _reduce_torch(value)
             if reduced is not None:
                 return reduced
+        if kind.__module__ == "numpy" and kind.__name__ == "memmap" and not self._snapshot:
+            reduced = _reduce_memmap(value)
+            if reduced is not None:
+                return reduced
         return super().reducer_override(value)
 
 
@@ -164,6 +177,48 @@ _CACHED = type(functools.lru_cache(lambda: None))
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
+
+
+# --- arrays that are files -----------------------------------------------------------------------------------
+
+
+def _reduce_memmap(value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """None: its content travels, because it is no file's (any more), is not to reach the file, or lies scattered in it."""
+    order = "C" if value.flags.c_contiguous else "F" if value.flags.f_contiguous else ""
+    memory, mode = value._mmap, {"r": "r", "r+": "r+", "w+": "r+"}.get(value.mode or "")
+    if memory is None or mode is None or not order or not value.nbytes or value.filename is None:
+        return None
+    import numpy
+
+    mapped = numpy.frombuffer(memory, numpy.uint8)
+    path = os.fspath(value.filename)
+    if not _is_mapped_at(mapped.ctypes.data, path):
+        return None
+    # As NumPy maps it: from the start of a page.
+    first = value.offset - value.offset % mmap.ALLOCATIONGRANULARITY
+    at = first + value.ctypes.data - mapped.ctypes.data
+    return _memmap, (path, value.dtype, mode, at, value.shape, order)
+
+
+def _memmap(path: str, dtype: Any, mode: Any, offset: int, shape: tuple[int, ...], order: Any) -> Any:
+    import numpy
+
+    return numpy.memmap(path, dtype, mode, offset, shape, order)
+
+
+def _is_mapped_at(address: int, path: str) -> bool:
+    """Whether it is still the file of that name: one that was deleted, or replaced by another, is not found by its name."""
+    try:
+        now = os.stat(path).st_ino
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                where, _, _, _, inode = line.split(None, 5)[:5]
+                first, _, last = where.partition("-")
+                if int(first, 16) <= address < int(last, 16):
+                    return int(inode) == now
+    except OSError:
+        pass
+    return False
 
 
 # --- torch ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Rules of this file:
   a page get new stamps together: more is called changed than was, never less.
 - A block most of which is written between two looks is let go: a fault for each of its pages costs more than reading it.
 - Only writes through this process's own page tables are seen. Blocks are borrowed by one process, so that is all there are, but for two:
-  a child forked by the user's code, whose writes are not this process's, and a device that writes into pinned memory, which is
+  a child forked by the user's code, whose writes go to pages of its own (`blocks`), and a device that writes into pinned memory, which is
   therefore not stamped where torch can tell.
 - Whatever the kernel refuses, there is no stamp, and the caller reads the memory.
 """

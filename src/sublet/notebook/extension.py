@@ -17,6 +17,7 @@ def load_ipython_extension(shell: Any) -> None:
     # A kernel that is leased as a whole has its own.
     magics = getattr(getattr(shell, "kernel", None), "gpu_magics", GpuMagics)(shell)
     shell.register_magics(magics)
+    shell.input_transformers_cleanup.append(magics.as_it_is)
     magics.bench.warm_up()
 
 
@@ -30,4 +31,5 @@ def unload_ipython_extension(shell: Any) -> None:
         shell.magics_manager.magics[kind].pop("gpu", None)
     magics = shell.magics_manager.registry.pop("GpuMagics", None)
     if magics is not None:
+        shell.input_transformers_cleanup.remove(magics.as_it_is)
         magics.bench.close()

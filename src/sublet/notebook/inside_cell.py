@@ -37,6 +37,7 @@ from sublet.ports.cell import (
     is_users,
 )
 from sublet.runtime import cell_random
+from sublet.runtime.cell_surroundings import follow
 
 
 class Stopped(BaseException):
@@ -74,7 +75,7 @@ class _Keeping:
             return False
         kept = {name: space[name] for name in self._names}
         try:
-            values = packed(pack(kept))
+            values = packed(pack(kept, snapshot=True))
         except Exception as e:
             raise NotDurable(f"what --keep names could not be saved: {_culprit(kept) or e}") from e
         answer: Saving = worker.ask_caller(Snapshot(values=values, random=cell_random.take()))
@@ -100,6 +101,8 @@ def run(order: CellOrder) -> CellReport:
     global _keeping
     space = main_globals()
     here = shell(order.front, order.colors)
+    if order.moved is not None:
+        follow(order.moved)  # first: what is unpacked may have to be imported from there
     for name in order.forget:
         space.pop(name, None)
     space.update(unpack(unpacked(order.values)))
@@ -138,6 +141,7 @@ def run(order: CellOrder) -> CellReport:
     random = cell_random.take()
     return CellReport(
         values=values,
+        names=tuple(name for name in found if name != RESULT),
         gone=gone,
         stayed=stayed,
         modules=modules,

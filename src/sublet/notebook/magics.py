@@ -8,6 +8,7 @@ Rules of this file:
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ class GpuMagics(Magics):
             if cell is None:
                 return self._line(line)
             if self.bench.plainly():
-                return self._here(cell)
+                return print(CELL_HELP) if parse_cell(line) is None else self._here(cell)
             raised = self._cell(line, cell)
         except BadOption as e:
             raise UsageError(f"{e.message}\n  → {e.remedy}") from None
@@ -58,6 +59,14 @@ class GpuMagics(Magics):
         return None
 
     # the cell
+
+    def as_it_is(self, lines: list[str]) -> list[str]:
+        """Where cells run plainly, one under %%gpu is a cell like any other: with `await`, its own lines in a traceback, its own result."""
+        if lines and re.match(r"%%gpu\b", lines[0]) and self.bench.plainly():
+            with contextlib.suppress(BadOption):  # the magic says so
+                if parse_cell(lines[0].removeprefix("%%gpu")) is not None:
+                    return [f"#{lines[0]}", *lines[1:]]
+        return lines
 
     def _cell(self, line: str, cell: str) -> BaseException | None:
         """What is to be raised, if anything."""

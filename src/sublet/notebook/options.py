@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import functools
 import shlex
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from sublet.core.device import parse_exclusivity
 from sublet.core.errors import BadInput
-from sublet.core.lease import parse_tier
-from sublet.core.values import parse_duration, parse_size, parse_size_range
+from sublet.core.lease import MAX_TTL_US, MIN_TTL_US, parse_tier
+from sublet.core.values import format_duration, parse_duration, parse_size, parse_size_range
 from sublet.runtime.cell import Wish
 
 VERBS = ("status", "cost", "release", "quota", "history", "restore")
@@ -56,8 +57,8 @@ class _Parser(argparse.ArgumentParser):
         raise BadOption(f"%%gpu: {message}", remedy="%%gpu --help lists the options")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+def _names(texts: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in ",".join(texts).split(",") if part.strip()))
     for name in names:
         if not name.isidentifier():
             raise BadOption(
@@ -70,13 +71,14 @@ def _names(text: str) -> tuple[str, ...]:
 def _parser() -> _Parser:
     parser = _Parser(prog="%%gpu", add_help=False, allow_abbrev=False)
     parser.add_argument("--vram", default=Wish.__dataclass_fields__["vram"].default)
-    parser.add_argument("--ttl", default="5m")
+    parser.add_argument("--ttl", default=None)
     parser.add_argument("--tier", default="interactive")
     parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--keep", default="")
+    # Said twice they count twice: of names that must not be lost none is dropped in silence.
+    parser.add_argument("--keep", action="append", default=None)
     parser.add_argument("--every", default="30s")
-    parser.add_argument("--in", dest="takes", default=None)
-    parser.add_argument("--out", dest="gives", default=None)
+    parser.add_argument("--in", dest="takes", action="append", default=None)
+    parser.add_argument("--out", dest="gives", action="append", default=None)
     parser.add_argument("--wait", default="")
     parser.add_argument("--least", default="")
     parser.add_argument("--exclusivity", default="shared")
@@ -108,7 +110,12 @@ def _parsed(line: str) -> Wish | None:
     if found.help:
         return None
     parse_size_range(found.vram, what="--vram")
-    parse_duration(found.ttl, what="--ttl")
+    warm_us = None if found.ttl is None else parse_duration(found.ttl, what="--ttl")
+    if warm_us is not None and not MIN_TTL_US <= warm_us <= MAX_TTL_US:
+        raise BadOption(
+            f"--ttl {found.ttl} is out of range: use {format_duration(MIN_TTL_US)} to {format_duration(MAX_TTL_US)}",
+            remedy="to give the GPU back at the end of the cell write --release",
+        )
     parse_tier(found.tier)
     parse_exclusivity(found.exclusivity)
     if found.least:
@@ -119,7 +126,8 @@ def _parsed(line: str) -> Wish | None:
         raise BadOption(f"--count {found.count} must be at least 1")
     return Wish(
         vram=found.vram,
-        ttl=found.ttl,
+        ttl=found.ttl or str(Wish.__dataclass_fields__["ttl"].default),
+        warm_us=warm_us,
         tier=found.tier,
         count=found.count,
         exclusivity=found.exclusivity,
@@ -128,7 +136,7 @@ def _parsed(line: str) -> Wish | None:
         least=found.least,
         takes=None if found.takes is None else _names(found.takes),
         gives=None if found.gives is None else _names(found.gives),
-        keep=_names(found.keep),
+        keep=_names(found.keep or ()),
         every_us=parse_duration(found.every, what="--every"),
         release=found.release,
     )

@@ -39,11 +39,11 @@ class Panel:
 
     def under_cell(self, ran: Ran) -> None:
         if ran.line is not None:
-            self._say(line(self._figures(ran.line, ran.before)))
+            self._say(line(self._figures(ran.line, ran.before, kept=ran.kept is not None)))
         if ran.stayed:
             self._say(line(_stayed(ran.stayed)))
 
-    def _figures(self, cell: Line, before: str) -> str:
+    def _figures(self, cell: Line, before: str, *, kept: bool) -> str:
         account = self._bench.cells.account
         lines = account.lines()
         place = lines.index(cell)
@@ -56,6 +56,8 @@ class Panel:
             parts.append(f"{cell.launches} launches" if cell.launches != 1 else "1 launch")
         if cell.checkpoint_bytes:
             parts.append(f"saved {format_size(cell.checkpoint_bytes)}")
+        elif kept:  # and the store had all its chunks already: who looks for the word must find it
+            parts.append("saved")
         price = self._price()
         if price is not None:
             parts.append(f"price {_money(account.prices(price)[place])}")
@@ -109,8 +111,8 @@ class Panel:
             return head + countdown(lease.seconds_left, lease.seconds_left) + line(whose)
         if self._bench.cells.computing:
             return title(f"{where}: computing") + line(f"{whose}, renewed for as long as the cell computes")
-        head = title(f"{where}: warm, until nobody has used it for {format_duration(lease.ttl_us)}")
-        return head + countdown(lease.seconds_to_go, lease.ttl_us / _MICRO) + line(whose)
+        head = title(f"{where}: warm, until nobody has used it for {format_duration(lease.warm_us)}")
+        return head + countdown(lease.seconds_to_go, lease.warm_us / _MICRO) + line(whose)
 
     def cost(self) -> None:
         cells = self._bench.cells

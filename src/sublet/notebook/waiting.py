@@ -58,7 +58,9 @@ class Waiting:
         """A smaller slice is held for us: take it?"""
         row = answer.lease
         now, wanted = format_size(row.slices[0].vram_bytes), format_size(row.request.vram_bytes)
-        seconds = (row.offer_until - answer.at - ANSWER_MARGIN_US) / 1e6
+        # Nobody is kept longer at a question than they said they would wait.
+        until = min(row.offer_until - ANSWER_MARGIN_US, row.wait_until or row.offer_until)
+        seconds = (until - answer.at) / 1e6
         self._draw(
             f"{now} is free now, and held for you for {seconds:.0f} s; {wanted} {self._eta}. "
             "Without an answer you keep your place."

@@ -186,6 +186,7 @@ def _made(front: str) -> CellShell:
     os.register_at_fork(after_in_child=frames.after_fork)
     for module, name in ((builtins, "input"), (getpass, "getpass")):
         setattr(module, name, _refuse_input)
+    sys.breakpointhook = _refuse_breakpoint
     sys.modules["ipywidgets"] = _NoWidgets("ipywidgets")
     config = Config()
     config.HistoryManager.enabled = False
@@ -202,6 +203,13 @@ def _made(front: str) -> CellShell:
 def _refuse_input(prompt: object = "", *_: Any, **__: Any) -> NoReturn:
     raise StdinNotImplementedError(
         "input() cannot be answered inside a %%gpu cell: ask in a normal cell, and use the variable here"
+    )
+
+
+def _refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
+    raise StdinNotImplementedError(
+        "breakpoint() needs somebody to answer it, and nobody can inside a %%gpu cell: print what you want to see, or take %%gpu away "
+        "to run the cell in the notebook's own process"
     )
 
 

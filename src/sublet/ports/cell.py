@@ -17,6 +17,16 @@ Packed = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What changed around the notebook, and is no variable."""
+
+    folder: str = ""  # '': the same
+    path: tuple[str, ...] | None = None  # where modules are found; None: the same
+    path_before: tuple[str, ...] = ()
+    environment: Mapping[str, str | None] = field(default_factory=dict)  # None: gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CellOrder:
     """Run this cell."""
 
@@ -33,6 +43,7 @@ class CellOrder:
     keep: tuple[str, ...] = ()
     every_us: int = 0
     random: Mapping[str, bytes] | None = None  # the notebook's random states, when they are not the worker's
+    moved: Moved | None = None
     colors: str = ""
 
 
@@ -51,6 +62,7 @@ class CellReport:
     """What came of it."""
 
     values: Packed  # dict of what comes back
+    names: tuple[str, ...] = ()  # of what is in it
     gone: tuple[str, ...] = ()  # deleted by the cell
     stayed: Mapping[str, str] = field(default_factory=dict)  # what could not come back, and why
     modules: Mapping[str, str] = field(default_factory=dict)  # names that stand for modules
@@ -138,3 +150,5 @@ class Packing(Protocol):
 
     def pack(self, value: Any) -> Packed: ...
     def unpack(self, packed: Packed) -> Any: ...
+    def pack_there(self, groups: Sequence[Sequence[str]]) -> list[Packed]:
+        """Called in the worker: its variables of these names, each group in a pickle of its own."""

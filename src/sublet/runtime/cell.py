@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from sublet.core.cell_account import Account, Line
@@ -36,6 +36,7 @@ from sublet.ports.ledger import Answer, Ledger
 from sublet.ports.worker import Screen
 from sublet.runtime import cell_random
 from sublet.runtime.cell_keep import Kept, KeptState
+from sublet.runtime.cell_surroundings import Surroundings, surroundings
 from sublet.runtime.holding import EXPLAIN_PATIENCE_US, RELEASE_PATIENCE_US, Lease
 from sublet.runtime.late_module import module_or_late
 
@@ -52,6 +53,9 @@ class Wish:
 
     vram: str = "1GiB"
     ttl: str = "5m"
+    warm_us: int | None = (
+        None  # the ttl, if the line says one: it counts for a lease that is warm already, too
+    )
     tier: str = "interactive"
     count: int = 1
     exclusivity: str = "shared"
@@ -71,7 +75,7 @@ class Wish:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """What a lease must be like to serve this cell. The ttl counts when a lease is taken, not for one that is warm."""
+        """What a lease must be like to serve this cell."""
         return (self.vram, self.tier, self.count, self.exclusivity, self.tenant)
 
 
@@ -147,6 +151,7 @@ class Cells:
         self._drawn: Mapping[str, bytes] = {}  # the notebook's random states when both sides had the same
         self._offered: Mapping[str, bytes] = {}  # those the cell begins with
         self._random_there: Mapping[str, bytes] = {}
+        self._around = Surroundings()  # as the worker was last told
         self._pid = os.getpid()
         self._screen: Screen | None = None  # of the cell that runs
         self.lease: Lease | None = None
@@ -170,6 +175,7 @@ class Cells:
     def _lease_for(self, wish: Wish) -> Lease:
         give_up = time.monotonic() + GIVE_UP_SECONDS
         while True:
+            self._around = surroundings()  # a worker begins with them
             try:
                 lease = self._take(wish)
                 break
@@ -247,6 +253,8 @@ class Cells:
             luggage = step.luggage(space, (*taken, *wish.keep), alone=wish.by_name)
             lease = self.lease if warm else self._lease_for(wish)
             assert lease is not None
+            if wish.warm_us is not None:
+                lease.warm_us = wish.warm_us
             self._in_step = step
             trip = _Trip(
                 wish=wish,
@@ -291,6 +299,7 @@ class Cells:
             keep=wish.keep,
             every_us=wish.every_us,
             random=self._random(fresh),
+            moved=(around := surroundings()).since(self._around),
         )
         self._screen = screen
         try:
@@ -299,6 +308,7 @@ class Cells:
                 self._run_inside, (order,), screen, lambda asked: self._answer(asked, lease)
             )
             assert isinstance(report, CellReport)
+            self._around = around
             if report.random is None:
                 self._drawn = self._offered
             return report
@@ -349,7 +359,15 @@ class Cells:
             ran.error = self._ended(report.stopped, trip)
             self._go_on_from_kept(trip)
         else:
-            ran.result = self._bring_back(report, trip.space)
+            try:
+                report, values = self._made_here(report, trip.lease)
+                ran.report, ran.stayed = report, dict(report.stayed)
+                ran.result = self._bring_back(report, values, trip.space)
+            except BaseException:
+                # Interrupted, or lost in the middle of it: the notebook has not what the worker has, and nobody knows what it has.
+                self._enter(ran, trip, report.launches)
+                self.release()
+                raise
             ran.error = self._keep(trip, report) if trip.wish.keep else None
         failed = self.kept.settle()
         if failed and ran.error is None:
@@ -370,14 +388,29 @@ class Cells:
         ran.line = self.account.line(trip.lease.id, trip.source.count)
         return ran
 
-    def _bring_back(self, report: CellReport, space: MutableMapping[str, Any]) -> Any:
+    def _made_here(self, report: CellReport, lease: Lease) -> tuple[CellReport, dict[str, Any]]:
+        """A value made of something that is only installed, or only found, in the worker stays there, and keeps no other from coming back."""
         try:
-            values = self._packing.unpack(report.values)
+            return report, self._packing.unpack(report.values)
         except Exception as e:
-            raise BadInput(
-                f"what the cell made cannot be brought back: {type(e).__name__}: {e}. It stays in the worker",
-                remedy="install here what it needs, or bring back something plainer with --out",
-            ) from e
+            stayed, fine = dict(report.stayed), []
+            try:
+                alone = lease.run(self._packing.pack_there, [(name,) for name in report.names])
+                for name, packed in zip(report.names, alone, strict=True):
+                    try:
+                        self._packing.unpack(packed)
+                        fine.append(name)
+                    except Exception as of_one:
+                        stayed[name] = f"it cannot be made here: {type(of_one).__name__}: {of_one}"
+                values = self._packing.unpack(lease.run(self._packing.pack_there, [fine])[0])
+            except SubletError:
+                raise BadInput(
+                    f"what the cell made cannot be brought back: {type(e).__name__}: {e}",
+                    remedy="install here what it needs, or bring back something plainer with --out",
+                ) from e
+            return replace(report, names=tuple(fine), stayed=stayed, result=False), values
+
+    def _bring_back(self, report: CellReport, values: dict[str, Any], space: MutableMapping[str, Any]) -> Any:
         result = values.pop(RESULT, None)
         values.update({name: module_or_late(module) for name, module in report.modules.items()})
         for name, value in values.items():
@@ -402,6 +435,12 @@ class Cells:
             return NotDurable(
                 f"--keep names {', '.join(missing)}, which neither the notebook nor the cell has defined; nothing was saved",
                 remedy="define it, or leave it out of --keep",
+            )
+        only_there = [f"{name} ({report.stayed[name]})" for name in keep if name in report.stayed]
+        if only_there:  # what the notebook has under the name is from before the cell
+            return NotDurable(
+                f"the cell ran, but what --keep names was not saved: {', '.join(only_there)} is only in the GPU worker",
+                remedy="keep something that can come back to the notebook: tensors, arrays, numbers, texts, what has a state_dict",
             )
         try:
             self.kept.save({name: space[name] for name in keep}, report.random, trip.lease)

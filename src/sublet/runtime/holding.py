@@ -60,6 +60,7 @@ class Lease:
         self._over = ""  # why, once it is over
         self._on_release: Callable[[Lease], None] = lambda lease: None
         self._on_yield: Callable[[], None] | None = None  # set: it is kept warm
+        self.warm_us = answer.lease.request.ttl_us  # for so long after the last use
         self.yielded = ""  # why it was given back while nobody used it
         self._opener: Callable[[Lease, int, int], Session] | None = None
         self._sessions: list[Session] = []
@@ -245,14 +246,14 @@ class Lease:
             callback(self._notice)
 
     def keep_warm(self, then: Callable[[], None] = lambda: None) -> None:
-        """Keep it between calls: renewed until nobody has used it for its ttl, then given back, and not held a moment longer than that.
+        """Keep it between calls: renewed until nobody has used it for `warm_us`, then given back, and not held a moment longer than that.
         When somebody else is to have it meanwhile and nothing is in flight, it goes at once instead of at the end of its grace."""
         self._on_yield = then
 
     @property
     def _warm_until_us(self) -> int | None:
         """When a warm lease that nobody uses is given back; None while it is used, or not kept warm."""
-        return None if self._on_yield is None or self._in_flight else self._idle_since_us + self.ttl_us
+        return None if self._on_yield is None or self._in_flight else self._idle_since_us + self.warm_us
 
     @property
     def seconds_to_go(self) -> float:

@@ -117,7 +117,7 @@ class Keeper:
             if until is not None:
                 again = min(again, until) if now < until else again
                 if now >= until:
-                    lease._begin_yield(f"nobody used it for {format_duration(lease.ttl_us)}")
+                    lease._begin_yield(f"nobody used it for {format_duration(lease.warm_us)}")
             if lease.status == "revoking":
                 again = min(again, lease._deadline_us)
             else:
