@@ -107,7 +107,9 @@ class Beside(World):
         """As of when is compared where anything has been counted: one that only exists is brought forward by nobody."""
         counted = tenant.used_us or tenant.rate_ppm
         cooldown = tenant.cooldown_until - began if tenant.cooldown_until else 0
-        return replace(tenant, as_of=tenant.as_of - began if counted else 0, cooldown_until=cooldown)
+        assert tenant.gpu_us_per_day == 0  # so that since when nothing is left of it says nothing
+        as_of = tenant.as_of - began if counted else 0
+        return replace(tenant, as_of=as_of, cooldown_until=cooldown, left_at=0)
 
     def _plain(self, lease: Lease, began: int) -> dict[str, object]:
         found = {f.name: getattr(lease, f.name) for f in fields(Lease) if f.name not in NOT_COMPARED}
