@@ -90,18 +90,18 @@ def tier_now(waiter: Lease, policy: Policy, now: int) -> int:
     return waiter.request.tier.rank - waited // max(1, policy.promote_after_us)
 
 
-def fair_shares(view: View, now: int) -> dict[str, tuple[bool, int]]:
-    """For each tenant: is it above its share, and its decayed use per weight."""
+def fair_shares(view: View, now: int, names: Iterable[str] | None = None) -> dict[str, tuple[bool, int]]:
+    """For each tenant, or each of `names`: is it above its share, and its decayed use per weight."""
     used = {n: used_now(t, now, view.policy.half_life_us) for n, t in view.tenants.items()}
     total_used = sum(used.values())
-    total_weight = sum(t.weight for t in view.tenants.values()) or 1
-    return {
-        name: (
-            used[name] * total_weight > total_used * tenant.weight,
-            used[name] * 100 // max(1, tenant.weight),
-        )
-        for name, tenant in view.tenants.items()
-    }
+    total_weight = sum([t.weight for t in view.tenants.values()]) or 1
+    shares: dict[str, tuple[bool, int]] = {}
+    for name in view.tenants if names is None else names:
+        tenant = view.tenants.get(name)
+        if tenant is not None:
+            above = used[name] * total_weight > total_used * tenant.weight
+            shares[name] = (above, used[name] * 100 // max(1, tenant.weight))
+    return shares
 
 
 Rank = tuple[int, bool, bool, int, int, str]
@@ -124,7 +124,7 @@ def rank(waiter: Lease, shares: Mapping[str, tuple[bool, int]], view: View, now:
 def in_order(view: View, now: int) -> list[Lease]:
     if len(view.waiters) < 2:
         return list(view.waiters)  # nobody to compare with: what every tenant has used need not be known
-    shares = fair_shares(view, now)
+    shares = fair_shares(view, now, [w.tenant for w in view.waiters])
     return sorted(view.waiters, key=lambda w: rank(w, shares, view, now))
 
 

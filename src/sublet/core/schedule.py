@@ -210,7 +210,7 @@ def next_look_at(view: View, now: int) -> int | None:
         promotions = max(0, now - w.joined_at) // max(1, policy.promote_after_us) + 1
         moments.append(w.joined_at + promotions * policy.promote_after_us)
     if view.waiters:
-        moments += [t.cooldown_until for t in view.tenants.values()]
+        moments += [t.cooldown_until for t in view.tenants.values() if t.cooldown_until > now]
         for lease in view.leases:
             moments.append(lease.granted_at + protected_us(lease, policy))
             if not lease.busy:

@@ -264,10 +264,12 @@ class Replay:
         return self.world.leases[lease.id]
 
     def _keep(self, lease: Lease) -> None:
-        """Renewed while it is held, at the keeper's moment; looked at when it would run out."""
+        """Renewed while it is held, at the keeper's moment."""
         now, ttl = self.world.now, lease.request.ttl_us
-        self._plan(first_try_at(now, ttl, lease.epoch), lambda: self._renews(lease, now, 0))
-        self._plan(self._known(lease).expires_at, lambda: self._runs_out(lease))
+        due = first_try_at(now, ttl, lease.epoch)
+        self._plan(due, lambda: self._renews(lease, now, 0))
+        if self._known(lease).expires_at <= due:  # cut short by its cap
+            self._looked_at_when_over(lease)
 
     def _renews(self, lease: Lease, sent_at: int, attempt: int) -> None:
         """A refusal is no end: who waited may be gone at the next try."""
@@ -278,9 +280,14 @@ class Replay:
         if self.world.renew(lease, busy=session.doing is not Doing.RESTING):
             self._keep(lease)
             return
+        if attempt == 0:
+            self._looked_at_when_over(lease)
         again = retry_at(now, sent_at, ttl, attempt + 1, lease.epoch)
         if again < local_deadline(sent_at, ttl):
             self._plan(again, lambda: self._renews(lease, sent_at, attempt + 1))
+
+    def _looked_at_when_over(self, lease: Lease) -> None:
+        self._plan(self._known(lease).ends_at, lambda: self._runs_out(lease))
 
     def _runs_out(self, lease: Lease) -> None:
         known = self.world.leases.get(lease.id)
@@ -348,7 +355,7 @@ class Replay:
                 if session.doing is Doing.RESTING:
                     self._gives_back(session)
                 else:
-                    self._plan(news.lease.deadline_at, lambda lease=news.lease: self._runs_out(lease))  # type: ignore[misc]
+                    self._looked_at_when_over(news.lease)
             else:
                 self._cut_off(session)
 
