@@ -21,7 +21,8 @@ from sublet.hosting.in_step import Travel
 from sublet.hosting.local import LocalWorker
 from sublet.notebook import inside_cell
 from sublet.ports.cell import CellOrder
-from sublet.runtime.cell import Cells, Ran, Source, Wish
+from sublet.runtime.cell import Cells
+from sublet.runtime.cell_wish import Ran, Source, Wish
 from tests.hosting.test_screen import Seen
 
 

@@ -13,8 +13,9 @@ import sublet
 from sublet.core.cell_names import names_of
 from sublet.hosting.in_step import Travel
 from sublet.notebook import inside_cell
-from sublet.runtime.cell import Cells, Source, Wish
+from sublet.runtime.cell import Cells
 from sublet.runtime.cell_keep import KeptState
+from sublet.runtime.cell_wish import Source, Wish
 from sublet.runtime.holding import Lease
 from sublet.wiring import CLOCK, open_ledger
 from tests.runtime.conftest import Home, sqlite_home

@@ -23,7 +23,7 @@ from sublet.notebook.front import Front, brief, cell_error, rendered, syntax_err
 from sublet.notebook.options import CELL_HELP, LINE_HELP, BadOption, parse_cell, parse_line
 from sublet.notebook.panel import Panel
 from sublet.notebook.workbench import Workbench
-from sublet.runtime.cell import Ran, Source
+from sublet.runtime.cell_wish import Ran, Source
 
 _MISSING_NAME = re.compile(r"name '(\w+)' is not defined")
 

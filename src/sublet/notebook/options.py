@@ -16,7 +16,7 @@ from sublet.core.device import parse_exclusivity
 from sublet.core.errors import BadInput
 from sublet.core.lease import MAX_TTL_US, MIN_TTL_US, parse_tier
 from sublet.core.values import format_duration, parse_duration, parse_size, parse_size_range
-from sublet.runtime.cell import Wish
+from sublet.runtime.cell_wish import Wish
 
 VERBS = ("status", "cost", "release", "quota", "history", "restore")
 

@@ -22,8 +22,8 @@ from sublet.core.values import format_duration, format_size, parse_price
 from sublet.notebook.drawing import Drawn, countdown, fields, line, table, title
 from sublet.notebook.front import Front
 from sublet.notebook.workbench import Workbench
-from sublet.runtime.cell import Ran
 from sublet.runtime.cell_keep import Kept
+from sublet.runtime.cell_wish import Ran
 from sublet.runtime.holding import Lease
 
 _MICRO = 1_000_000

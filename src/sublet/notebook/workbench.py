@@ -28,8 +28,9 @@ from sublet.hosting.in_step import Travel
 from sublet.notebook import inside_cell
 from sublet.notebook.front import Front
 from sublet.notebook.waiting import Waiting
-from sublet.runtime.cell import Cells, Ran, Source, Wish
+from sublet.runtime.cell import Cells
 from sublet.runtime.cell_keep import KeptState
+from sublet.runtime.cell_wish import Ran, Source, Wish
 from sublet.runtime.holding import WATCHDOG_US, Lease
 from sublet.settings import Settings, load_settings
 from sublet.wiring import CLOCK, checkpoints, ensure_warden, open_ledger, opening_of, workers

@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from sublet.core.cell_account import Account, Line
+from sublet.core.cell_account import Account
 from sublet.core.errors import (
     BadInput,
     Disconnected,
@@ -37,6 +37,7 @@ from sublet.ports.worker import Screen
 from sublet.runtime import cell_random
 from sublet.runtime.cell_keep import Kept, KeptState
 from sublet.runtime.cell_surroundings import Surroundings, surroundings
+from sublet.runtime.cell_wish import Ran, Source, Wish
 from sublet.runtime.holding import EXPLAIN_PATIENCE_US, RELEASE_PATIENCE_US, Lease
 from sublet.runtime.late_module import module_or_late
 
@@ -45,65 +46,6 @@ GIVE_UP_SECONDS = 3.0
 PAUSE_SECONDS = 0.2
 #: After a loss: how long to wait for a save that was under way to say whether it counted.
 SETTLE_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a `%%gpu` line asks for, checked."""
-
-    vram: str = "1GiB"
-    ttl: str = "5m"
-    warm_us: int | None = (
-        None  # the ttl, if the line says one: it counts for a lease that is warm already, too
-    )
-    tier: str = "interactive"
-    count: int = 1
-    exclusivity: str = "shared"
-    tenant: str = ""
-    wait: str = ""
-    least: str = ""
-    takes: tuple[str, ...] | None = None  # --in
-    gives: tuple[str, ...] | None = None  # --out
-    keep: tuple[str, ...] = ()
-    every_us: int = 30_000_000
-    release: bool = False
-
-    @property
-    def by_name(self) -> bool:
-        """Exactly what is named goes there or comes back."""
-        return self.takes is not None or self.gives is not None
-
-    @property
-    def place(self) -> tuple[object, ...]:
-        """What a lease must be like to serve this cell."""
-        return (self.vram, self.tier, self.count, self.exclusivity, self.tenant)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A cell as the notebook has it."""
-
-    body: str
-    header: str
-    count: int
-    reads: tuple[str, ...]
-    front: str
-    name: str
-    texts: Callable[[Iterable[str]], Mapping[str, tuple[int, str]]]  # of the notebook's cells, by file name
-    colors: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class Ran:
-    """What became of a cell, for whoever shows it."""
-
-    report: CellReport | None = None
-    line: Line | None = None
-    kept: Kept | None = None
-    result: Any = None
-    stayed: dict[str, str]
-    before: str = ""  # why the session before it ended, when this cell had to take a new one
-    error: SubletError | None = None  # lost, or not saved; what the cell itself raised is in the report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
