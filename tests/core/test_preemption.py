@@ -70,6 +70,16 @@ def test_leaving_then_idle_then_hold_cap_then_lower_tier() -> None:
         leases.pop()
 
 
+def test_the_longest_idle_goes_first_wherever_it_is() -> None:
+    leases = [
+        idle("short", "d0", active_at=NOW - 10 * S),
+        idle("longest", "d1", active_at=NOW - 90 * S),
+        idle("long", "d2", active_at=NOW - 60 * S),
+    ]
+    assert picked(WISH, POOL[:3], leases) == ["longest"]
+    assert picked(waiter("w", "ann", 80, count=2), POOL[:3], leases) == ["longest", "long"]
+
+
 def test_nobody_busy_is_disturbed_on_the_same_device_while_an_idle_one_would_do() -> None:
     leases = [lower("low", gb=40), idle("idle", gb=40)]
     assert picked(waiter("w", gb=40), [device()], leases) == ["idle"]

@@ -173,7 +173,7 @@ def choose(
     for lease in leases:
         for s in lease.slices:
             on_device.setdefault(s.device_id, []).append(lease)
-    options: list[tuple[tuple[int, int, int, int, str], list[Victim], str]] = []
+    options: list[tuple[tuple[int, int, int, int, int, str], list[Victim], str]] = []
     for device in devices:
         victims = _room_on(device, on_device.get(device.id, []), waiter, policy, now)
         if victims is None:
@@ -181,7 +181,10 @@ def choose(
         worst = max((v.claim for v in victims), default=Claim.LEAVING)
         risk = sum(work_at_risk(v.lease, policy, now) for v in victims if v.claim is Claim.LOWER_TIER)
         lower = [v.lease.request.tier.rank for v in victims if v.claim is Claim.LOWER_TIER]
-        options.append(((worst, -min(lower, default=0), risk, len(victims), device.id), victims, device.id))
+        # Between devices as on one: who has been idle longest is the least likely to come back soon.
+        idle_us = min((now - v.lease.active_at for v in victims if v.claim is Claim.IDLE), default=0)
+        cost = (worst, -min(lower, default=0), risk, len(victims), -idle_us, device.id)
+        options.append((cost, victims, device.id))
     options.sort(key=lambda option: option[0])
     picked = options[: waiter.request.count]
     if len(picked) < waiter.request.count:
