@@ -235,11 +235,18 @@ def test_who_asks_while_it_imports_does_not_wait_for_all_of_it(
             f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
         )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    workers = LocalWorkers(home, "here", "slow_0,slow_1")
+    told = threading.Event()
+
+    class Telling(LocalWorkers):
+        def _ask(self, fds: list[int]) -> None:
+            super()._ask(fds)
+            told.set()
+
+    workers = Telling(home, "here", "slow_0,slow_1")
     asked: list[LocalWorker] = []
     thread = threading.Thread(target=lambda: asked.append(works(workers)))
     thread.start()
-    wait_until(lambda: zygote_pids(home))
+    assert told.wait(20)  # it has asked, in the middle of the first import
     gates[0].touch()
     thread.join(20)
     assert asked, "it waits for what it did not need"
