@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pexpect
 import pytest
 
 from sublet.core.admission import Wait
@@ -22,7 +23,6 @@ print('asked', repr(ask('take it? ', {seconds})))
 @pytest.fixture
 def terminal() -> Iterator[Any]:
     """Starts Python in a real one."""
-    pexpect = pytest.importorskip("pexpect")
     started = []
 
     def start(code: str) -> Any:

@@ -231,7 +231,7 @@ class _Bytes(io.RawIOBase):
         self._frames.flush()
 
     def close(self) -> None:
-        pass
+        pass  # a cell that closes its output closes nobody else's
 
 
 # --- in the process that called ------------------------------------------------------------------------------

@@ -114,10 +114,10 @@ class Keeper:
             elif lease._row.busy and not lease._in_flight:
                 again = min(again, lease._idle_since_us + IDLE_REPORT_US)
             until = lease._warm_until_us
-            if until is not None:
-                again = min(again, until) if now < until else again
-                if now >= until:
-                    lease._begin_yield(f"nobody used it for {format_duration(lease.warm_us)}")
+            if until is not None and now < until:
+                again = min(again, until)
+            elif until is not None:
+                lease._begin_yield(f"nobody used it for {format_duration(lease.warm_us)}")
             if lease.status == "revoking":
                 again = min(again, lease._deadline_us)
             else:
