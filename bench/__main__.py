@@ -11,7 +11,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import checkpoints, handover, launches, leases, notebooks, queues, scaling, training, workers
+from bench import (
+    checkpoints,
+    handover,
+    launches,
+    leases,
+    notebooks,
+    placing,
+    queues,
+    scaling,
+    scheduling,
+    simulating,
+    studio,
+    training,
+    workers,
+)
 from bench.measure import MOST_WAITING_PERCENT, NOT_ALONE, progress, show, waited_s
 from sublet.ledger.sqlite import file_system_of, library_version
 
@@ -19,12 +33,16 @@ SUITES = {
     "leases": leases.run,
     "queues": queues.run,
     "scaling": scaling.run,
+    "scheduling": scheduling.run,
+    "simulating": simulating.run,
     "handover": handover.run,
     "launches": launches.run,
     "workers": workers.run,
+    "placing": placing.run,
     "checkpoints": checkpoints.run,
     "training": training.run,
     "notebooks": notebooks.run,
+    "studio": studio.run,
 }
 
 

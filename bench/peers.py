@@ -51,7 +51,8 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def served(command: list[str], ready: Callable[[], bool]) -> Iterator[None]:
+def served(command: list[str], ready: Callable[[], bool], *, patience_s: float = 20) -> Iterator[int]:
+    """Its process id."""
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -60,12 +61,12 @@ def served(command: list[str], ready: Callable[[], bool]) -> Iterator[None]:
         preexec_fn=_die_with_parent,
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patience_s
         while not ready():
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{command[0]} did not start")
             time.sleep(0.02)
-        yield
+        yield server.pid
     finally:
         server.terminate()
         try:

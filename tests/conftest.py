@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,11 @@ def need(present: bool, what: str) -> None:
     if IN_CI:
         pytest.fail(f"{what} is missing, and CI needs it")
     pytest.skip(f"{what} is missing")
+
+
+def needed(module: str) -> Any:
+    """The module; where it is missing, as `need` does."""
+    return importlib.import_module(module) if IN_CI else pytest.importorskip(module)
 
 
 @pytest.fixture(scope="session")

@@ -36,9 +36,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import sublet
 from sublet.hosting.detached import spawn_detached as _started_detached
 
 ROOT = Path(__file__).parents[1]
+#: The library that this process runs: with a seeded bug it is a copy, and whoever is forked must have that bug too.
+SOURCE = Path(sublet.__file__).resolve().parents[1]
 #: Imported ahead, where it is there.
 MODULES = (
     "numpy",
@@ -225,7 +228,7 @@ class Origin:
         self.link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
         self.address = f"sublet-tests-{uuid.uuid4().hex}"
         self.started_by = os.getpid()
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        path = os.pathsep.join([str(SOURCE), str(ROOT)])
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, str(theirs.fileno()), self.address, *modules],
             env={**os.environ, **environment, "PYTHONPATH": path, "SUBLET_FAILPOINTS": ""},

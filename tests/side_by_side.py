@@ -1,6 +1,6 @@
 """`python -m tests.side_by_side [pytest options]`: the whole suite as several pytest runs at once.
 
-Most tests here wait for real time to pass (a ttl, a deadline, a storm) or for a disk, so four runs share two cores well; with six, those
+Most tests here wait for real time to pass (a ttl, a deadline, a storm) or for a disk, so five runs share two cores well; with more, those
 that measure time starve. Python may write down what it compiled: hundreds of interpreters are started. What a run has
 said is shown when it is over, and at the end one line for each. A run that was killed, or left without a summary, has failed.
 """
@@ -19,30 +19,38 @@ from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).parent
-RUNS = 4
+RUNS = 5
 #: About how long each takes, all running; a file that is not named counts as `UNKNOWN`. Files that start the same servers, or fork from the same
 #: process with torch, stay together: the longest name that fits a file is where it belongs.
 SECONDS = {
-    "training/ docs/ test_examples training/test_shim": 320,
-    "runtime/": 190,
-    "hosting/": 145,
-    "cli/": 140,
-    "store/": 125,
-    "ledger/": 120,
-    "notebook/test_lab notebook/test_recipe_11": 75,
-    "notebook/": 130,
-    "drivers/": 90,
-    "storms/": 80,
-    "store/test_bucket": 75,
-    "runtime/test_command": 75,
-    "core/": 60,
-    "brokers/": 120,
-    "sinks/": 75,
-    "training/test_kills": 55,
-    "training/test_run": 45,
-    "training/test_step": 30,
-    "notices/": 25,
-    "sim/": 30,
+    "studio/": 256,
+    "runtime/": 231,
+    "training/ docs/ test_examples training/test_shim": 203,
+    "remote/": 181,
+    "ledger/": 154,
+    "notebook/": 151,
+    "cli/": 124,
+    "hosting/": 115,
+    "studio/test_page": 105,
+    "store/": 104,
+    "brokers/": 99,
+    "core/": 97,
+    "store/test_bucket": 90,
+    "drivers/": 83,
+    "notebook/test_lab notebook/test_recipe_11": 80,
+    "storms/": 74,
+    "sim/": 60,
+    "training/test_kills": 58,
+    "runtime/test_command": 48,
+    "studio/test_fuzz": 41,
+    "deploy/": 30,
+    "training/test_step": 23,
+    "training/test_run": 22,
+    "sinks/": 21,
+    "core/test_as_before core/test_cost": 21,
+    "notices/": 18,
+    "proof/": 17,
+    "placement/": 2,
 }
 UNKNOWN = 15
 PROGRESS_SECONDS = 30

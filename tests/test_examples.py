@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -109,3 +110,33 @@ def test_gke_batch_inference(sqlite_home: Home) -> None:  # noqa: F811
     assert "left with exit code 85: told to go, nothing lost" in said[2]
     assert said[-2].startswith("--- 64 images, each result stored once, over four workers")
     assert said[-1] == "--- 1 item is dead after 2 tries: ValueError: broken.ppm is not an image"
+
+
+def test_recipe_18_studio(sqlite_home: Home) -> None:  # noqa: F811
+    done = run_example("recipe_18_studio.py", sqlite_home.environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout
+    in_order = [
+        "ann asked for 8 GiB and has them",
+        "ben asked for 12 GiB and waits: place 1",
+        "cem asked for 12 GiB of spot and was offered 8 GiB",
+        "and is given back, because nobody used it",
+        "cem's spot lease is taken for ben",
+        "ben has his 12 GiB",
+        "the service was killed (kill -9)",
+        "ben's function returned 8",
+        "cem resumed, and finds what he saved: {'step': 1}",
+        "the bill:",
+    ]
+    places = [said.index(words) for words in in_order]
+    assert places == sorted(places)
+    lines = re.findall(r"\(ben's function, in the studio: (\d) of 8\)", said)
+    assert lines == [str(i) for i in range(1, 9)]
+    bill = {
+        row[0]: [float(x) for x in row[1:]]
+        for row in re.findall(r"^ +(ann|ben|cem)" + r" +([0-9.]+)" * 4, said, re.M)
+    }
+    assert set(bill) == {"ann", "ben", "cem"}
+    assert bill["ben"][1] > 0  # waited
+    assert bill["cem"][2] > 0  # refunded
+    assert not bill["ann"][2]

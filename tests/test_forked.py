@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,3 +95,22 @@ def test_it_leaves_with_whoever_started_it() -> None:
     from tests.runtime.conftest import process_is_gone, wait_until
 
     wait_until(lambda: process_is_gone(int(done.stdout)), 10)
+
+
+def test_it_runs_the_library_that_the_tests_run(tmp_path: Path) -> None:
+    """A seeded bug is in a copy of the source: who is forked must have it too, or no test that forks could see it."""
+    shutil.copytree(
+        forked.ROOT / "src" / "sublet", tmp_path / "sublet", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    program = "import sublet; print(sublet.__file__)"
+    asking = (
+        f"import sys; from tests import forked; print(forked.run([sys.executable, '-c', {program!r}]).stdout)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asking],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(forked.ROOT)])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(tmp_path / "sublet" / "__init__.py")

@@ -38,6 +38,13 @@ def test_keep_does_nothing_in_a_notebook_whose_cell_keeps_nothing(monkeypatch: p
     assert sublet.keep() is False
 
 
+def test_outside_a_session_there_is_no_state_to_save() -> None:
+    for ask in (lambda: sublet.save({"a": 1}), sublet.saved):
+        with pytest.raises(BadInput) as caught:
+            ask()
+        assert "studio.session" in caught.value.remedy
+
+
 # --- in a leased worker ------------------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,13 @@ __version__ = "0.1.0"
 _HOME = {
     "gpu": "sublet.borrowing",
     "on_gpu": "sublet.borrowing",
+    "connect": "sublet.remote.studio",
+    "Studio": "sublet.remote.studio",
+    "Session": "sublet.remote.session",
     "lease": "sublet.under_lease",
     "keep": "sublet.under_lease",
+    "save": "sublet.under_lease",
+    "saved": "sublet.under_lease",
     "load_ipython_extension": "sublet.notebook.extension",
     "unload_ipython_extension": "sublet.notebook.extension",
     "block": "sublet.keeping",
@@ -97,6 +102,8 @@ if TYPE_CHECKING:
     from sublet.core.retention import Retention
     from sublet.keeping import Durable, block
     from sublet.queueing import queue
+    from sublet.remote.session import Session
+    from sublet.remote.studio import Studio, connect
     from sublet.runtime.block import Block
     from sublet.runtime.data import Loader, Sampler
     from sublet.runtime.holding import Lease
@@ -105,7 +112,7 @@ if TYPE_CHECKING:
     from sublet.runtime.step import Completed, Duplicate
     from sublet.runtime.train import Preempted, Run
     from sublet.training import run_step, train
-    from sublet.under_lease import keep, lease
+    from sublet.under_lease import keep, lease, save, saved
     from sublet.wiring import checkpoints
 
 __all__ = [
@@ -123,9 +130,12 @@ __all__ = [
     "Retention",
     "Run",
     "Sampler",
+    "Session",
+    "Studio",
     "__version__",
     "block",
     "checkpoints",
+    "connect",
     "f32",
     "f64",
     "gpu",
@@ -136,6 +146,8 @@ __all__ = [
     "on_gpu",
     "queue",
     "run_step",
+    "save",
+    "saved",
     "train",
     "u32",
     "u64",

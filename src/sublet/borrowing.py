@@ -2,7 +2,8 @@
 
 Rules of this file:
 - Words in, a checked request out: sizes, durations and tiers are read here and nowhere deeper.
-- It chooses who holds the lease: the process itself in a script, a leased worker where the user's own process must not be killed.
+- It chooses where: on this machine, or in the studio that SUBLET_URL names. And
+  who holds the lease: the process itself in a script, a leased worker where the user's own process must not be killed.
 """
 
 from __future__ import annotations
@@ -10,26 +11,28 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from sublet import inside
-from sublet.core.device import parse_exclusivity
-from sublet.core.errors import BadInput, SubletError
+from sublet.core.device import could_ever_fit, fit, parse_exclusivity
+from sublet.core.errors import BadInput, Misconfigured, NotPlaced, SubletError, WorkerLost
 from sublet.core.lease import Holder, Request, parse_tier
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
 from sublet.hosting.containment import contained
+from sublet.ports.held import HeldLease
 from sublet.ports.ledger import Ledger
+from sublet.ports.placement import Placement
 from sublet.ports.worker import Worker
 from sublet.runtime.acquire import OnOffer, OnWait
 from sublet.runtime.acquire import acquire as acquire_lease
 from sublet.runtime.holding import Lease
-from sublet.runtime.on_gpu import OnGpu, Warm
+from sublet.runtime.on_gpu import Duration, OnGpu, Warm, on_gpu_decorator
 from sublet.settings import Settings, load_settings, switched_on
 from sublet.wiring import (
     CLOCK,
@@ -37,9 +40,14 @@ from sublet.wiring import (
     keeper,
     open_ledger,
     open_session,
+    placement,
+    places,
     processes,
     workers,
 )
+
+if TYPE_CHECKING:
+    from sublet.remote.studio import RemoteRequest, Studio
 
 DEFAULT_VRAM = "1GiB"
 DEFAULT_TTL = "5m"
@@ -71,19 +79,24 @@ class GpuRequest:
         start: Callable[[], Worker] | None = None,
         environment: Callable[[Lease, Worker], Mapping[str, str]] | None = None,
         still_wanted: Callable[[], None] = lambda: None,
+        lease_id: str = "",
+        placed: Placement | None = None,
     ) -> None:
-        """`start` makes the worker that will hold it, if not one that is called; `environment` adds to what that one sees."""
+        """`placed`: its worker runs where its devices are, on whichever host; else on this one. `start` makes the worker that will hold it, if not one that is called; `environment` adds to what that one sees; `lease_id` was
+        noted somewhere before the lease is asked for."""
         if holder not in (None, "process", "worker", "name"):
             raise BadInput(f"holder {holder!r} is unknown: use 'process', 'worker' or 'name'")
         self.request = request
         self._settings = settings
-        self._holder = holder or ("worker" if _in_notebook() else "process")
+        self._holder = holder or ("worker" if placed is not None or _in_notebook() else "process")
+        self._placed = placed if self._holder == "worker" else None
         self._on_wait = on_wait
         self._on_offer = on_offer
         self._pid = pid or os.getpid()
         self._start = start or (lambda: workers(settings).start())
         self._environment = environment or (lambda lease, worker: {})
         self._still_wanted = still_wanted
+        self._lease_id = lease_id
         self._lease: Lease | None = None
 
     def _who(self) -> Holder:
@@ -104,6 +117,14 @@ class GpuRequest:
                 "a leased worker cannot be started inside another, 'sublet run' or a leased kernel",
                 remedy="use the lease there is: this process runs under it already (in a %%gpu cell or a leased kernel: sublet.lease())",
             )
+        if self._placed is not None:
+            return self._ask_placed(ledger, self._placed)
+        if places(self._settings) and self._holder != "name" and not ledger.devices(self.request.host):
+            raise Misconfigured(
+                f"this holds a GPU of the machine it runs on, and {self.request.host} has none in the ledger: only leased workers are placed "
+                "on other nodes",
+                remedy="start it on a node that has the GPU; or use on_gpu, or holder='worker'",
+            )
         worker = self._start() if self._holder == "worker" else None
         try:
             holder = worker.holder if worker is not None else self._who()
@@ -115,6 +136,7 @@ class GpuRequest:
                 on_wait=self._on_wait,
                 on_offer=self._on_offer,
                 still_wanted=self._still_wanted,
+                lease_id=self._lease_id,
             )
         except BaseException:
             if worker is not None:
@@ -128,6 +150,75 @@ class GpuRequest:
         # It may have left, idle, between our look and our grant.
         ensure_warden(self._settings, wait=False)
         return lease
+
+    def _ask_placed(self, ledger: Ledger, placed: Placement) -> Lease:
+        """The grant first, then a worker where its devices are. A host that cannot start one is not asked again: the ledger may believe
+        in it a while longer than we do."""
+        placed.ready()
+        _release_before_it_leaves()
+        request, failed = self.request, set[str]()
+        if request.count > 1:  # one worker uses them all
+            request = replace(request, host=self._host_for(ledger, placed, failed))
+        lease_id = self._lease_id
+        while True:
+            lease = acquire_lease(
+                ledger,
+                CLOCK,
+                request,
+                Holder(host=self._settings["host"]),
+                on_wait=self._on_wait,
+                on_offer=self._on_offer,
+                still_wanted=self._still_wanted,
+                lease_id=lease_id,
+            )
+            host = ""
+            try:
+                host = next(d.host for d in ledger.devices() if d.id in lease.devices)
+                # To start a worker may take longer than its lease: it is kept meanwhile.
+                keeper(self._settings, ledger).keep(lease)
+                self._seat(lease, host, ledger, placed)
+                return lease
+            except (NotPlaced, WorkerLost) as e:
+                lease.release()
+                failed.add(host)
+                if isinstance(e, WorkerLost) and e.begun:
+                    raise
+            except BaseException:
+                lease.release()
+                raise
+            lease_id = ""
+            request = replace(request, host=self._host_for(ledger, placed, failed))
+
+    def _seat(self, lease: Lease, host: str, ledger: Ledger, placed: Placement) -> None:
+        if host not in placed.hosts():
+            raise NotPlaced(f"host {host} is not up")
+        worker = placed.start(host)
+        try:
+            lease._seated(ledger.seat(lease.key, worker.holder))
+        except BaseException:
+            worker.end("it was not seated")
+            raise
+        lease._opener = lambda held, device, watchdog_us: open_session(
+            self._settings, held, device, watchdog_us
+        )
+        self._move_in(lease, worker)
+
+    def _host_for(self, ledger: Ledger, placed: Placement, failed: set[str]) -> str:
+        """One that is up: where it fits now, else where it could."""
+        devices = [d for d in ledger.devices() if d.host in placed.hosts() - failed]
+        hosts = sorted(
+            {d.host for d in devices}, key=lambda h: -sum(d.free_bytes for d in devices if d.host == h)
+        )
+        shape = self.request.shape()
+        roomy = [h for h in hosts if fit(shape, [d for d in devices if d.host == h]) is not None]
+        large = [
+            h for h in hosts if could_ever_fit(shape, [(h, d.capacity_bytes) for d in devices if d.host == h])
+        ]
+        if not (roomy or large):
+            raise NotPlaced(
+                f"no node of the cluster can take it{': tried ' + ', '.join(sorted(failed)) if failed else ''}"
+            )
+        return (roomy or large)[0]
 
     def _move_in(self, lease: Lease, worker: Worker) -> None:
         try:
@@ -173,12 +264,60 @@ def gpu(
     on_wait: OnWait | None = None,
     on_offer: OnOffer | None = None,
     settings: Settings | None = None,
-) -> GpuRequest:
+) -> GpuRequest | RemoteRequest:
     """A GPU for a while: `with sublet.gpu(vram="16GB", ttl="5m") as lease: ...`
 
     `vram` may be a range, `"24GB..80GB"`: the most that is free in it, now. `wait` is how long to queue (None: as long as
     it takes, 0: now or `Refused`). The lease is renewed while the block runs, and released when it ends.
+
+    With SUBLET_URL and SUBLET_TOKEN set, it is a GPU of that studio: use `lease.run(function)` or `lease.open()` there.
     """
+    settings = settings or load_settings()
+    words: dict[str, Any] = {
+        "count": count,
+        "exclusivity": exclusivity,
+        "tier": tier,
+        "wait": wait,
+        "least": least,
+        "tenant": tenant,
+        "job": job,
+        "hold_cap": hold_cap,
+        "holder": holder,
+        "on_wait": on_wait,
+        "on_offer": on_offer,
+    }
+    if settings["url"]:
+        return studio_of(settings).gpu(vram, ttl, **words)
+    return local_gpu(vram, ttl, **words, settings=settings, placed=placement(settings))
+
+
+def studio_of(settings: Settings) -> Studio:
+    """The studio the settings name. Imported late: most programs never need one."""
+    from sublet.remote.studio import connected
+
+    return connected(settings["url"], settings["token"])
+
+
+def local_gpu(
+    vram: str | int = DEFAULT_VRAM,
+    ttl: str | int | float = DEFAULT_TTL,
+    *,
+    count: int = 1,
+    exclusivity: str = "shared",
+    tier: str = "interactive",
+    wait: str | int | float | None = None,
+    least: str | int | None = None,
+    tenant: str | None = None,
+    job: str = "",
+    hold_cap: str | int | float | None = None,
+    holder: str | None = None,
+    on_wait: OnWait | None = None,
+    on_offer: OnOffer | None = None,
+    placed: Placement | None = None,
+    settings: Settings | None = None,
+) -> GpuRequest:
+    """As `gpu`, of this machine, whatever SUBLET_URL and SUBLET_PLACEMENT say: for everything that must be where the device is. With `placed`,
+    of any host of that placement."""
     settings = settings or load_settings()
     span = parse_size_range(vram, what="vram")
     least_bytes = parse_size(least, what="least") if least is not None else 0
@@ -200,7 +339,9 @@ def gpu(
         host=settings["host"],
         job=check_job(job) if job else "",
     )
-    return GpuRequest(settings, request, holder=holder, on_wait=on_wait, on_offer=on_offer)
+    if placed is not None and holder in (None, "worker"):
+        request = replace(request, host="")
+    return GpuRequest(settings, request, holder=holder, on_wait=on_wait, on_offer=on_offer, placed=placed)
 
 
 def child_environment(lease: Lease) -> dict[str, str]:
@@ -221,7 +362,6 @@ _warm: dict[tuple[object, ...], Warm] = {}
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Duration = str | int | float
 
 
 @functools.cache
@@ -265,28 +405,18 @@ def on_gpu(
     call's own arguments. `batch` sends up to so many calls in one trip, from `.map(items)` or from several threads. The other
     options are those of `sublet.gpu`. With SUBLET_DISABLE=1 it is a plain call.
     """
-    if function is not None and not callable(function):
-        raise BadInput("write @sublet.on_gpu or @sublet.on_gpu(vram=..., ttl=...) above a function")
-    fixed_us = None if callable(ttl) else parse_duration(ttl, what="ttl")
-    unknown = set(options) - (set(inspect.signature(gpu).parameters) - {"holder"})
-    if unknown:
-        raise BadInput(f"on_gpu does not know {', '.join(sorted(unknown))}")
 
-    def acquire(ttl_us: int) -> Lease:
+    def acquire(ttl_us: int) -> HeldLease:
         return gpu(vram, ttl_us / 1e6, holder="worker", **options)._keep()
 
     def warm() -> Warm:
-        key = (vram, *sorted((name, str(value)) for name, value in options.items()))
+        # Also where it is leased: with another SUBLET_URL it is another GPU.
+        where = tuple(os.environ.get(f"SUBLET_{name}", "") for name in ("URL", "TOKEN", "PLACEMENT"))
+        key = (vram, where, *sorted((name, str(value)) for name, value in options.items()))
         with _lock:
             return _warm.setdefault(key, Warm(acquire))
 
-    def ttl_us(*args: Any, **kwargs: Any) -> int:
-        return fixed_us if fixed_us is not None else parse_duration(ttl(*args, **kwargs), what="ttl")  # type: ignore[operator]
-
-    def decorate(decorated: Callable[..., Any]) -> OnGpu[..., Any]:
-        return OnGpu(decorated, warm, ttl_us, batch=batch, plainly=_disabled)
-
-    return decorate if function is None else decorate(function)
+    return on_gpu_decorator(function, warm, ttl, batch=batch, options=options, known=gpu, plainly=_disabled)
 
 
 def release_warm() -> None:
@@ -299,3 +429,9 @@ def release_warm() -> None:
 
 
 atexit.register(release_warm)
+
+
+@functools.cache
+def _release_before_it_leaves() -> None:
+    """What places workers takes its leave at the end of the process too, and what was registered last is done first."""
+    atexit.register(release_warm)

@@ -30,6 +30,8 @@ _DEADLINE = struct.Struct("<q")
 _STEPS = struct.Struct("<qq")
 _STEPS_AT = 8
 _WARNED_AT = 24
+_INTERRUPTED = struct.Struct("<q")
+_INTERRUPTED_AT = 32
 
 #: Names a file of one page that a run reports its steps to, whoever may be looking.
 STEPS_VARIABLE = "SUBLET_STEPS_FILE"
@@ -56,6 +58,15 @@ def write_steps(page: mmap.mmap, working_on: int, committed: int) -> None:
 def write_warned(page: mmap.mmap) -> None:
     """The lease will go soon: whoever can save does so at the next point at which it can."""
     page[_WARNED_AT] = 1
+
+
+def write_interrupted(page: mmap.mmap, call: int) -> None:
+    """The call of this number is to stop. Written before the signal is sent: a worker that has not read the call yet ignores signals."""
+    _INTERRUPTED.pack_into(page, _INTERRUPTED_AT, call)
+
+
+def read_interrupted(page: mmap.mmap) -> int:
+    return int(_INTERRUPTED.unpack_from(page, _INTERRUPTED_AT)[0])
 
 
 def open_page(path: Path, *, create: bool = False) -> mmap.mmap:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sublet.borrowing import GpuRequest, gpu
+from sublet.borrowing import GpuRequest, local_gpu
 from sublet.core.device import fit
 from sublet.core.errors import BadInput
 from sublet.core.exits import DRAINED_CODE, check_profile
@@ -100,7 +100,7 @@ def prepare(wish: Wish, settings: Settings, *, run_id: str = "", unbuffered: boo
         raise BadInput("--drained must be an exit code from 1 to 255; 0 is always done")
     run_id = check_name(run_id, what="run id") if run_id else new_run_id()
     job = name or run_id
-    request = gpu(
+    request = local_gpu(
         wish.vram,
         wish.ttl,
         count=wish.count,

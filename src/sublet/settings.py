@@ -44,7 +44,7 @@ SPECS = (
         "where checkpoints go: dir:PATH, s3://…, gs://…, az://…, each with optional @domain",
     ),
     Spec("devices", "SUBLET_DEVICES", "auto, or a list such as host:2x16GiB"),
-    Spec("placement", "SUBLET_PLACEMENT", "local, or ray://…"),
+    Spec("placement", "SUBLET_PLACEMENT", "where leased workers run: local, or ray://HEAD:6379, or ray:auto"),
     Spec("url", "SUBLET_URL", "a studio to use instead of this machine"),
     Spec("token", "SUBLET_TOKEN", "the studio's token", secret=True),
     Spec("tenant", "SUBLET_TENANT", "who the work is for"),
@@ -98,8 +98,8 @@ def _tidied(text: str, fallback: str) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid{os.getuid()}"
+    except (KeyError, OSError, ImportError):  # the last where there are no numbers for users
+        return f"uid{os.getuid()}" if hasattr(os, "getuid") else "default"
 
 
 def _defaults(home: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sublet import inside
-from sublet.borrowing import gpu
+from sublet.borrowing import local_gpu
 from sublet.core.cadence import Losses, parse_cadence
 from sublet.core.errors import BadInput, SubletError
 from sublet.core.kernel import Scalar
@@ -95,7 +95,7 @@ def train(
         elif held is None:
             options = {"vram": vram, "ttl": ttl, "wait": wait, **leasing}
             given = {key: value for key, value in options.items() if value is not None}
-            asked = gpu(tier=tier, job=name, settings=settings, **given)
+            asked = local_gpu(tier=tier, job=name, settings=settings, **given)
             asked._still_wanted = lambda: leave_the_waitlist(alarms, name)
             own = asked._keep()
             held = own

@@ -9,7 +9,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import socket
@@ -36,12 +35,14 @@ from sublet.hosting.clock import HostClock
 from sublet.hosting.containment import contained
 from sublet.hosting.detached import last_line, spawn_detached
 from sublet.hosting.processes import HostProcesses
+from sublet.hosting.single import Taken, held, state_of
 from sublet.plugins import installed
 from sublet.ports.broker import Broker
 from sublet.ports.command import Command
 from sublet.ports.driver import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.ports.notices import NoticeSource, OpenSource, Surroundings
+from sublet.ports.placement import Placement
 from sublet.ports.session import Session
 from sublet.ports.sink import Sink
 from sublet.ports.worker import Workers
@@ -53,6 +54,7 @@ from sublet.runtime.warden import Warden
 from sublet.settings import Settings, load_settings
 
 if TYPE_CHECKING:
+    from sublet.hosting.household import Household
     from sublet.runtime.alarms import Alarms
     from sublet.runtime.block_keeper import BlockKeeper
     from sublet.store.checkpoints import CheckpointStore
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 CLOCK = HostClock()
 WARDEN_IDLE_EXIT_US = 60_000_000
 WARDEN_START_SECONDS = 15.0
+SYSTEM_RUN = Path("/run/sublet")
 SCRUB_SECONDS = 60
 #: For all sources of notices together to say whether they are here.
 HERE_SECONDS = 1.0
@@ -69,6 +72,7 @@ _lock = threading.Lock()
 _ledgers: dict[str, Ledger] = {}
 _keepers: dict[str, Keeper] = {}
 _block_keepers: list[BlockKeeper] = []
+_placements: dict[tuple[str, str], Placement] = {}
 
 
 # --- parts ---------------------------------------------------------------------------------------------------
@@ -109,11 +113,14 @@ def find_host_devices(settings: Settings, known: Mapping[str, Driver] | None = N
 def opening_of(settings: Settings, lease: Lease, index: int, watchdog_us: int) -> Opening:
     """What must be known to open one of the lease's devices, wherever its work runs."""
     device_id = lease.devices[index]
-    device = next(d for d in open_ledger(settings).devices(settings["host"]) if d.id == device_id)
+    placed = placement(settings) if lease._worker is not None and not lease.here else None
+    host = "" if placed is not None else settings["host"]
+    device = next(d for d in open_ledger(settings).devices(host) if d.id == device_id)
+    devices = placed.declared(device.host) if placed is not None else settings["devices"]
     return Opening(
         driver=device.driver,
-        declared=_declared(settings["devices"], device.driver),
-        host=settings["host"],
+        declared=_declared(devices, device.driver),
+        host=device.host,
         device_id=device_id,
         ordinal=device.ordinal,
         quota_bytes=lease.vram_bytes,
@@ -132,8 +139,8 @@ def _declared(spec: str, driver: str) -> str:
     return parts[0] if parts else "auto"
 
 
-def workers(settings: Settings) -> Workers:
-    """Where leased workers come from. Imported late: most programs never need one."""
+def workers(settings: Settings, household: Household | None = None) -> Workers:
+    """Where leased workers come from; those of a tenant with its household. Imported late: most programs never need one."""
     from sublet.hosting.local import LocalWorkers
 
     preload = settings["preload"]
@@ -143,7 +150,43 @@ def workers(settings: Settings) -> Workers:
         modules += ",sublet.notebook.inside_cell"
     if preload != "none":
         modules += f",{_installed(preload)}"
-    return LocalWorkers(settings.home, settings["host"], modules)
+    return LocalWorkers(settings.home, settings["host"], modules, household=household)
+
+
+def places(settings: Settings) -> bool:
+    """Whether leased workers run elsewhere; asked without loading what places them. Inside a run or a worker everything is here."""
+    return settings["placement"].strip() not in ("", "local") and not contained()
+
+
+def placement(settings: Settings) -> Placement | None:
+    """Where leased workers run, if not here. Opened once per process and address."""
+    if not places(settings):
+        return None
+    where = settings["placement"].strip()
+    scheme = where.partition(":")[0]
+    key = (where, settings["ledger"])
+    with _lock:
+        found = _placements.get(key)
+    if found is None:
+        opened = plug_in("sublet.placements", scheme)(where, settings["ledger"])
+        with _lock:
+            found = _placements.setdefault(key, opened)
+    return found
+
+
+def tenant_workers(settings: Settings, number: int) -> Workers:
+    """Where the workers of a studio's tenant come from: with nothing of ours around them."""
+    from sublet.hosting.household import Household
+
+    hidden = [
+        url.partition(":")[2].partition("@")[0]
+        for url in settings["store"].split(",")
+        if url.strip().startswith("dir:")
+    ]
+    if settings["ledger"].startswith("sqlite:"):
+        hidden.append(str(Path(settings["ledger"].partition(":")[2]).parent))
+    beside = sorted({str(Path(place).absolute()) for place in hidden if place})
+    return workers(settings, Household(number=number, hide=tuple(beside)))
 
 
 def _installed(modules: str) -> str:
@@ -326,27 +369,24 @@ def warden_lock_path(settings: Settings) -> Path:
     return settings.home / f"warden-{name}.lock"
 
 
+def system_lock_path(settings: Settings) -> Path:
+    """Where the machine's own warden, if it has one, says so to every user of it: whoever they are to the ledger's server."""
+    scheme, _, rest = settings["ledger"].rpartition("@")[2].rpartition("://")
+    address = f"{scheme}{rest}|{settings['host']}"
+    return SYSTEM_RUN / f"warden-{hashlib.sha256(address.encode()).hexdigest()[:12]}.lock"
+
+
 def warden_state(settings: Settings) -> tuple[bool, bool, int]:
-    """Is one running, is it ready, and its pid."""
-    path = warden_lock_path(settings)
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False, False, 0
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = os.pread(fd, 100, 0).decode(errors="replace").split()
-            pid = int(text[0]) if text and text[0].isdigit() else 0
-            return True, "ready" in text, pid
-        return False, False, 0
-    finally:
-        os.close(fd)
+    """Is one running, is it ready, and its pid. The machine's own counts as everybody's."""
+    system = system_lock_path(settings)
+    return state_of(system if system.exists() else warden_lock_path(settings))
 
 
-def ensure_warden(settings: Settings, *, wait: bool = True) -> None:
-    """Start a warden for this host unless one runs; wait until it has reported its devices."""
+def ensure_warden(settings: Settings, *, wait: bool = True, for_pid: int = 0) -> None:
+    """Start a warden for this host unless one runs; wait until it has reported its devices. With `for_pid` it stays while that process lives,
+    leased or not. Where work is placed elsewhere, the wardens there are looked after by whoever places it."""
+    if places(settings):
+        return
     deadline = time.monotonic() + WARDEN_START_SECONDS
     started = 0
     while True:
@@ -364,8 +404,15 @@ def ensure_warden(settings: Settings, *, wait: bool = True) -> None:
                 f"the warden could not start: {last_line(settings.home / 'warden.log')}",
                 remedy="run 'sublet warden' to see why",
             )
-        if not running and not started:
-            started = _spawn_warden(settings)
+        if system_lock_path(settings).exists():
+            # One of ours could not end what other users hold: better none, until the machine's own is back.
+            if wait and time.monotonic() > deadline:
+                raise Misconfigured(
+                    "this machine's own warden is not running",
+                    remedy="'systemctl start sublet-warden'; if it has none any more, remove its file in /run/sublet",
+                )
+        elif not running and not started:
+            started = _spawn_warden(settings, for_pid)
         if not wait:
             return
         if time.monotonic() > deadline:
@@ -373,37 +420,31 @@ def ensure_warden(settings: Settings, *, wait: bool = True) -> None:
         time.sleep(0.01)
 
 
-def _spawn_warden(settings: Settings) -> int:
-    """With the resolved settings, and nothing else of ours."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
-    for name in ("home", "ledger", "devices", "host", "tenant"):
-        environment[f"SUBLET_{name.upper()}"] = settings[name]
+def _spawn_warden(settings: Settings, for_pid: int) -> int:
     idle = f"{WARDEN_IDLE_EXIT_US // 1_000_000}s"
     command = [sys.executable, "-m", "sublet", "warden", "--idle-exit", idle]
-    return spawn_detached(command, environment, settings.home / "warden.log")
+    if for_pid:
+        command += ["--for-pid", str(for_pid)]
+    names = ("home", "ledger", "devices", "host", "tenant")
+    return spawn_detached(command, resolved_environment(settings, names), settings.home / "warden.log")
+
+
+def resolved_environment(settings: Settings, names: Sequence[str]) -> dict[str, str]:
+    """For a process of ours that outlives this one: these settings, as they were resolved here, and nothing else of ours."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
+    for name in names:
+        environment[f"SUBLET_{name.upper()}"] = settings[name]
+    return environment
 
 
 @contextlib.contextmanager
-def single_warden(settings: Settings) -> Iterator[int]:
-    """Hold the host's warden lock. Its descriptor is given so that readiness can be written into the file."""
-    settings.home.mkdir(parents=True, exist_ok=True)
-    fd = os.open(warden_lock_path(settings), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+def single_warden(settings: Settings, *, system: bool = False) -> Iterator[int]:
+    """Hold the host's warden lock, or with `system` the machine's. Its descriptor is given so that readiness can be written into the file."""
     try:
-        for _ in range(50):
-            # A process that only looks holds the lock for a moment.
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.004)
-        else:
-            pid = os.pread(fd, 20, 0).decode(errors="replace").split()[:1]
-            raise WardenRunning(f"a warden already runs on this host (pid {pid[0] if pid else '?'})")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} starting\n".encode(), 0)
-        yield fd
-    finally:
-        os.close(fd)
+        with held(system_lock_path(settings) if system else warden_lock_path(settings)) as fd:
+            yield fd
+    except Taken as e:
+        raise WardenRunning(f"a warden already runs on this host (pid {e.pid})") from None
 
 
 def scrub(device: Device, size: int) -> int:

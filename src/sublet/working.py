@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sublet.borrowing import GpuRequest, gpu
+from sublet.borrowing import GpuRequest, local_gpu
 from sublet.core.admission import Wait
 from sublet.core.errors import BadInput
 from sublet.core.exits import check_profile
@@ -88,7 +88,7 @@ def prepare(wish: Wish, settings: Settings) -> Prepared:
         rest_us=wish.rest_us,
         profile=wish.profile,
     )
-    request = gpu(
+    request = local_gpu(
         wish.vram,
         wish.ttl,
         count=wish.count,

@@ -80,6 +80,35 @@ def test_what_cannot_be_is_refused(log, words, what):
         CliRunner().invoke(sim, ["studio", str(log), *words], catch_exceptions=False)
 
 
+def test_the_fewest_gpus_and_a_ttl_are_found_for_a_target(log):
+    text = said(log, "--gpus", 1, "--restore", "10s", "--scheme", "ours", "--target", "10s")
+    assert "2 GPUs and a ttl of " in text
+    assert (
+        "p95 waits in seconds by number of GPUs, ttl 5m00s: 1: 33.8, 2: 10.0; 2 is the first within 10s"
+        in text
+    )
+    found = json.loads(said(log, "--restore", "10s", "--scheme", "ours", "--target", "40s", "--json"))[
+        "advice"
+    ]
+    assert (found["gpus"], found["p95_us"] <= 40_000_000) == (1, True)
+    with pytest.raises(BadInput, match="below the restore of 10s cannot be had"):
+        said(log, "--restore", "10s", "--target", "1s")
+
+
+def test_another_policy_is_replayed(log):
+    # Idle after a minute instead of five seconds: b waits for a's GPU that much longer.
+    words = (log, "--gpus", 1, "--restore", "10s", "--scheme", "ours", "--scheme", "passive-ttl", "--json")
+    usual = json.loads(said(*words))["schemes"]
+    slow = json.loads(said(*words, "--policy", "idle_after=60s"))["schemes"]
+    assert slow[0]["wait"]["p95_us"] > usual[0]["wait"]["p95_us"]
+    assert slow[1] == usual[1]  # not ours: no policy of ours
+
+
+def test_a_plot_of_the_studio(log, tmp_path):
+    said(log, "--gpus", 1, "--scheme", "ours", "--plot", tmp_path / "s.svg")
+    assert "p95 wait" in (tmp_path / "s.svg").read_text()
+
+
 def test_a_wrong_file_is_one_sentence_and_a_remedy(tmp_path):
     (tmp_path / "spot.csv").write_text("t_s,event,node\n0,add,n1\n")
     done = subprocess.run(

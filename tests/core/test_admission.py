@@ -343,17 +343,17 @@ def test_a_cooling_tenant_is_served_when_nobody_else_waits() -> None:
 
 
 @quick
-@given(st.sampled_from(Tier), st.integers(0, 200 * M))
+@given(st.sampled_from(Tier), st.integers(0, 800 * M))
 def test_t3_a_tier_rises_by_one_for_each_promotion_time_waited(tier: Tier, waited: int) -> None:
     w = waiter("w", tier=tier, joined_at=NOW - waited)
-    assert tier_now(w, POLICY, NOW) == tier.rank - waited // (30 * M)
+    assert tier_now(w, POLICY, NOW) == tier.rank - waited // ((2 * HOUR_US) if tier.rank else 30 * M)
 
 
 @pytest.mark.parametrize("tier", list(Tier))
 def test_t3_the_longest_waiting_is_first_after_a_bounded_time_against_any_newcomers(tier: Tier) -> None:
     heavy = Tenant(name="ann", used_us=10_000 * HOUR_US, as_of=NOW, cooldown_until=NOW + 2 * M)
     old = waiter("old", "ann", tier=tier)
-    wait = (tier.rank + 1) * POLICY.promote_after_us
+    wait = (tier.rank + 1) * POLICY.rises_after_us(tier.rank)
     fresh = [waiter(f"n{i}", f"t{i}", joined_at=NOW + wait - 1) for i in range(5)]
     assert order(old, *fresh, rows=[heavy], now=NOW + wait) == ["old", *[f"n{i}" for i in range(5)]]
 
@@ -371,6 +371,32 @@ def test_smaller_ones_pass_while_a_big_one_is_patient_and_then_no_more() -> None
 
     assert placed(NOW + POLICY.backfill_patience_us - 1) == ["small"]
     assert placed(NOW + POLICY.backfill_patience_us) == []
+
+
+@pytest.mark.parametrize(
+    ("tier", "count", "patience_us"),
+    [
+        (Tier.INTERACTIVE, 1, POLICY.backfill_patience_us),
+        (Tier.INTERACTIVE, 2, POLICY.backfill_patience_us),
+        (Tier.BATCH, 1, POLICY.backfill_patience_us),
+        (Tier.BATCH, 2, POLICY.gang_patience_us),
+        (Tier.SPOT, 2, POLICY.gang_patience_us),
+    ],
+)
+def test_a_gang_below_interactive_lets_others_pass_for_longer(
+    tier: Tier, count: int, patience_us: int
+) -> None:
+    """Its devices stand idle while they are kept for it, and nobody sits in front of it."""
+    residents = [active("x", gb=60), *([active("y", "d1", gb=60)] if count > 1 else [])]
+    big = waiter("big", "cyd", 80, count=count, tier=tier, joined_at=NOW)
+    pool = [device(), *([device("d1")] if count > 1 else [])]
+
+    def placed(at: int) -> list[str]:
+        small = waiter("small", "ann", 10, tier=tier, joined_at=at)
+        return ids(place(view_of(pool, residents, [big, small]), at))
+
+    assert placed(NOW + patience_us - 1) == ["small"]
+    assert placed(NOW + patience_us) == []
 
 
 def test_only_as_many_devices_as_needed_are_kept_and_the_emptiest() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sublet.core.device import Slice
 from sublet.core.goodput import LOSSES, REFUNDED, Commitment, Stretch, accounts, cost_micro, stretches
-from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request
+from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request, Tier
 from sublet.core.values import DAY_US, HOUR_US
 
 SECOND = 1_000_000
@@ -103,6 +103,21 @@ def test_jobs_without_commits_have_no_goodput() -> None:
     assert (found.goodput_ppm, found.refund_us, dict(found.losses)) == (None, 0, {"preempted": 1})
 
 
+def test_a_spot_lease_preempted_before_anything_was_committed_gets_its_last_minutes_back() -> None:
+    def refund(tier: Tier, seconds: int, reason: EndReason, devices: int = 1) -> int:
+        lease = a_lease(
+            job="cell", reason=reason, ended=seconds * SECOND, expires=seconds * SECOND, devices=devices
+        )
+        found = total([replace(lease, request=replace(lease.request, tier=tier))], [])
+        return found.refund_us // SECOND
+
+    assert refund(Tier.SPOT, 100, EndReason.PREEMPTED) == 100
+    assert refund(Tier.SPOT, 100, EndReason.PREEMPTED, devices=2) == 200
+    assert refund(Tier.SPOT, 3600, EndReason.PREEMPTED) == 300, "an hour without a commit is its own fault"
+    assert refund(Tier.BATCH, 100, EndReason.PREEMPTED) == 0
+    assert refund(Tier.SPOT, 100, EndReason.EXPIRED) == 0
+
+
 def test_a_lease_lost_before_its_first_commit_is_wasted_if_its_job_commits() -> None:
     leases = [a_lease(1, reason=EndReason.PREEMPTED), a_lease(2, granted=200 * SECOND, ended=300 * SECOND)]
     found = total(leases, [commit(250, 50, lease=2)])
@@ -172,7 +187,7 @@ def test_the_parts_add_up_exactly_and_none_is_negative(
         assert part.held_us == sum(getattr(part, name) for name in PARTS)
         numbers = [getattr(part, f.name) for f in fields(Stretch)]
         assert all(n >= 0 for n in numbers if isinstance(n, int))
-        assert part.refund_us <= part.wasted_us
+        assert part.refund_us <= part.wasted_us + part.other_us
     expected = sum(
         len(x.slices) * max(0, (x.ended_at if x.ended_at else now) - max(x.granted_at, since)) for x in leases
     )

@@ -19,6 +19,7 @@ from sublet.core.lease import (
     TRANSITIONS,
     EndReason,
     Event,
+    Holder,
     Lease,
     LeaseState,
     NotRenewed,
@@ -30,6 +31,7 @@ from sublet.core.lease import (
     overdue,
     parse_tier,
     renew,
+    seat,
 )
 from sublet.core.values import MAX_DURATION_US
 
@@ -308,3 +310,32 @@ def test_the_shape_carries_all_that_placement_needs() -> None:
         "k",
     )
     assert asked.shape(4 * GB).vram_bytes == 4 * GB
+
+
+# --- seat ----------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_seated_only_where_all_its_devices_are() -> None:
+    """K1: only the warden of that host can prove that its holder is gone."""
+    by_name = replace(active("L1"), holder=Holder(host="driver"))
+    process = Holder(host="a", pid=7, started=9)
+    epoch = by_name.epoch
+    assert seat(by_name, epoch, NOW, process, ["a"]) == ""
+    assert "devices are on b" in seat(by_name, epoch, NOW, process, ["b"])
+    assert "devices are on a, b" in seat(by_name, epoch, NOW, process, ["b", "a"])
+    assert "devices are on" in seat(by_name, epoch, NOW, process, [])
+    assert "only a process" in seat(by_name, epoch, NOW, Holder(host="a"), ["a"])
+
+
+def test_nobody_is_seated_on_what_another_process_holds_or_what_is_over() -> None:
+    """L1, S2."""
+    process, other = Holder(host="a", pid=7, started=9), Holder(host="a", pid=7, started=10)
+    taken = replace(active("L1"), holder=process)
+    assert seat(taken, taken.epoch, NOW, process, ["a"]) == "", "asked again, because the answer was lost"
+    assert "process 7 on a holds it" in seat(taken, taken.epoch, NOW, other, ["a"])
+    by_name = replace(taken, holder=Holder(host="driver"))
+    assert "epoch" in seat(by_name, by_name.epoch + 1, NOW, process, ["a"])
+    assert "expired" in seat(by_name, by_name.epoch, by_name.expires_at, process, ["a"])
+    assert "not granted" in seat(
+        waiter("L2"), waiter("L2").epoch or 1, NOW, process, ["a"]
+    ) or "epoch" in seat(waiter("L2"), 1, NOW, process, ["a"])

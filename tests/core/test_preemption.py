@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from sublet.core.device import Device, DeviceState, Exclusivity, fit, occupy, usable
 from sublet.core.lease import EndReason, Lease, LeaseState, Tier
+from sublet.core.making_room import choose
 from sublet.core.policy import Policy
-from sublet.core.preemption import Claim, choose, claim_on, protected_us, work_at_risk
+from sublet.core.preemption import Claim, claim_on, protected_us, work_at_risk
 from tests.conftest import MORE_EXAMPLES
 
 from .pool import (

@@ -547,8 +547,9 @@ def moments_of(view: View) -> set[int]:
         found |= {x.granted_at + x.hold_cap_us, x.granted_at + protected_us(x, p)}
     for w in view.waiters:
         found |= {w.wait_until, w.offer_until, max(w.seen_at, w.joined_at) + p.waiter_silence_us}
-        found |= {w.joined_at + p.backfill_patience_us}
-        found |= {w.joined_at + i * p.promote_after_us for i in range(1, 5)}
+        found |= {w.joined_at + p.backfill_patience_us, w.joined_at + p.gang_patience_us}
+        every = p.rises_after_us(w.request.tier.rank)
+        found |= {w.joined_at + i * every for i in range(1, 5)}
     found |= {t.cooldown_until for t in view.tenants.values()}
     return found | {m - 1 for m in found}
 

@@ -8,12 +8,15 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sublet.core.errors import error_tree
+from sublet.studio.attendant import finding
 from tests import forked
+from tests.remote.conftest import House
 from tests.runtime.conftest import Home, sqlite_home  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
@@ -21,12 +24,31 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = [p for p in PAGES if re.search(r"^```(python|console)$", p.read_text(), re.M)]
 
 
+@pytest.fixture
+def studio_environment(sqlite_home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:  # noqa: F811
+    """A studio of the page's own, and a token for it."""
+    house = House(sqlite_home)
+    monkeypatch.setattr(finding, "spawn_detached", forked.spawn_detached)
+    sqlite_home.settings.home.mkdir(parents=True, exist_ok=True)
+    house.start()
+    yield {"SUBLET_URL": house.url, "SUBLET_TOKEN": house.token("ann")}
+    house.kill()
+    house.kill_attendant()
+
+
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_examples_run(page: Path, sqlite_home: Home, tmp_path: Path) -> None:  # noqa: F811
+def test_examples_run(
+    page: Path,
+    sqlite_home: Home,  # noqa: F811
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     environment = sqlite_home.environment | {
         "HOME": str(tmp_path),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
+    if "sublet.connect()" in page.read_text():
+        environment |= request.getfixturevalue("studio_environment")
     ran = 0
     for kind, body in re.findall(r"^```(python|console)\n(.*?)^```", page.read_text(), re.M | re.S):
         lines = [line[2:] for line in body.splitlines() if line.startswith("$ ")]

@@ -38,10 +38,8 @@ class HeldLease:
     notice: Any = None
     orders: list[dict[str, Any]] = field(default_factory=list)
     before_cell: Callable[[], None] = lambda: None
-
-    def __post_init__(self) -> None:
-        self._row = SimpleNamespace(granted_at=0)
-        self._worker = self.worker
+    granted_at: int = 0
+    here: bool = True
 
     def on_notice(self, callback: Any) -> None:
         pass
@@ -58,10 +56,9 @@ class HeldLease:
         self.status = "ended"
 
 
-class OpenLedger:
-    def look(self, lease_id: str, *, patience_us: int = 0) -> Any:
-        row = SimpleNamespace(state=LeaseState.ACTIVE, ended_at=0, reason=None, detail="")
-        return SimpleNamespace(lease=row, at=1)
+def look(lease_id: str, *, patience_us: int | None = 0) -> Any:
+    row = SimpleNamespace(state=LeaseState.ACTIVE, ended_at=0, reason=None, detail="")
+    return SimpleNamespace(lease=row, at=1)
 
 
 class NothingKept:
@@ -91,7 +88,7 @@ class Notebook:
         self._leases = 0
         self._cells = Cells(
             self._take,  # type: ignore[arg-type]
-            OpenLedger,  # type: ignore[arg-type]
+            look,
             HostClock(),
             NothingKept(),  # type: ignore[arg-type]
             Travel(),

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sublet.hosting.local import LocalWorker, RemoteTraceback
+from sublet.hosting.failing import RemoteTraceback
+from sublet.hosting.local import LocalWorker
 from sublet.hosting.pickling import pack, unpack
 from tests.hosting.conftest import script
 

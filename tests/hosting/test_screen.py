@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import os
-import pickle
 import signal
 import struct
 import subprocess
@@ -222,25 +221,74 @@ def test_a_display_too_large_for_a_frame_is_refused_and_nothing_is_torn(
     assert ends.drained().order == [("stdout", "before after")]
 
 
-def test_a_display_that_cannot_be_pickled_is_its_makers_error_and_nothing_is_torn(ends: Ends) -> None:
+def test_a_display_that_contains_itself_is_its_makers_error_and_nothing_is_torn(ends: Ends) -> None:
     ends.out.write("before ")
-    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
-        ends.frames.show({"data": threading.Lock()})
+    ring: dict[str, Any] = {}
+    ring["data"] = ring
+    with pytest.raises(BadInput, match="contains itself"):
+        ends.frames.show(ring)
     ends.out.write("after")
     assert ends.drained().order == [("stdout", "before after")]
 
 
-class NotHere:
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return eval, ("no_such_module",)
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"image/png": b"\x89PNG\x00\xff", "text/plain": "x"},
+        {"a": {"base64": "no bytes"}},
+        {"a": {"base64": ["no", "bytes"]}},
+        {"a": {"base64": {"base64": "no bytes"}}, "b": b""},
+        {"a": [{"base64": [b"bytes"]}, None, True, 1.5, "ü\ud800"]},
+        {"base64": "x", "other": 1},
+    ],
+)
+def test_a_display_arrives_as_it_was_made(ends: Ends, value: dict[str, Any]) -> None:
+    ends.frames.show({"what": "display", "data": value})
+    assert ends.drained().order == [("show", {"what": "display", "data": value})]
+    assert screen.opened_display(screen.packed_display(value)) == value
 
 
-def test_a_display_this_side_cannot_make_is_said_and_the_rest_goes_on(ends: Ends) -> None:
-    ends.frames.show({"data": NotHere()})
-    ends.out.write("after")
-    seen = ends.drained()
-    assert "cannot be shown here: NameError" in seen.of("stderr")
-    assert seen.of("stdout") == "after"
+def test_what_json_has_no_word_for_is_told_in_the_nearest(ends: Ends) -> None:
+    import datetime
+
+    import numpy as np
+
+    made = {
+        "number": np.int64(3), "real": np.float32(0.5), "yes": np.bool_(True), "array": np.arange(3), "nan": float("nan"),
+        "tuple": (1, 2), 7: "key", "day": datetime.date(2020, 1, 2), "bytes": bytearray(b"x"), "lock": threading.Lock(),
+    }  # fmt: skip
+    found = screen.opened_display(screen.packed_display(made))
+    assert found.pop("lock").startswith("<unlocked")
+    assert found == {
+        "number": 3, "real": 0.5, "yes": True, "array": [0, 1, 2], "nan": None, "tuple": [1, 2], "7": "key",
+        "day": "2020-01-02", "bytes": b"x",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "bad", [b"{", b"[]", b"\x80\x05.", b'{"a":{"base64":7}}', b'{"a":{"base64":[]}}', b"[" * 100_000]
+)
+def test_a_display_this_side_cannot_read_is_said_and_the_rest_goes_on(ends: Ends, bad: bytes) -> None:
+    os.write(ends.write_fd, struct.pack("<BI", SHOW, len(bad)))
+    with ends.reading():
+        os.write(ends.write_fd, bad)
+        ends.out.write("after")
+    assert "cannot be shown here" in ends.seen.of("stderr")
+    assert ends.seen.of("stdout") == "after"
+
+
+@pytest.mark.parametrize(("kind", "length"), [(0, 1), (9, 1), (SHOW, 1001), (OUT, 1001)])
+def test_a_frame_that_is_not_ours_or_too_large_is_refused_before_its_bytes_come(
+    kind: int, length: int
+) -> None:
+    read, write = os.pipe2(os.O_CLOEXEC)
+    pipe = ScreenPipe(read, Seen())
+    pipe.most_bytes = 1000
+    os.write(write, struct.pack("<BI", kind, length))
+    with pytest.raises(screen.UnreadableFrame):
+        pipe.relay(None)
+    os.close(read)
+    os.close(write)
 
 
 def test_the_streams_are_what_programs_expect_of_standard_output(ends: Ends) -> None:
@@ -531,7 +579,7 @@ def test_a_display_that_was_cut_off_is_not_shown(cut: int) -> None:
     read, write = os.pipe2(os.O_CLOEXEC)
     seen = Seen()
     pipe = ScreenPipe(read, seen)
-    data = pickle.dumps({"pad": "x" * 100})
+    data = screen.packed_display({"pad": "x" * 100})
     os.write(write, (struct.pack("<BI", SHOW, len(data)) + data)[:cut])
     os.close(write)
     pipe.end(None)

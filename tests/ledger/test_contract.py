@@ -468,6 +468,27 @@ def test_renew_moves_the_expiry_by_the_ttl(pool: Rig) -> None:
     ]
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_being_kept_is_not_being_used(pool: Rig, many: bool) -> None:
+    """Renewed as idle, a lease has been idle since it last worked, so that the longest idle one is the first to go."""
+
+    def renew(busy: bool) -> Answer:
+        pool.advance(MINUTE)
+        if not many:
+            return pool.ledger.renew(pool.key(answer), busy=busy)
+        [found] = pool.ledger.renew_many([(pool.key(answer), busy)])
+        assert isinstance(found, Answer)
+        return found
+
+    answer = pool.ask(10)
+    stopped = renew(False)
+    for busy, since_stopped in ((False, True), (False, True), (True, False), (False, False)):
+        renewed = renew(busy)
+        assert renewed.lease.expires_at == renewed.at + 5 * MINUTE
+        assert renewed.lease == pool.look(answer)
+        assert renewed.lease.active_at == (stopped.at if since_stopped else renewed.at)
+
+
 @pytest.mark.parametrize(
     "how", ["expired", "released", "wrong epoch", "epoch zero", "wrong secret", "unknown"]
 )
@@ -1199,7 +1220,7 @@ def test_a_reserved_effect_is_completed_by_its_commit(pool: Rig, before: int) ->
     assert pool.commit(answer, step) == Committed(step)
     effect = pool.ledger.effect(f"train:{step}")
     assert (effect.completed, effect.outcome, effect.version) == (True, f"outcome-{step}", step)
-    with pool.only_journals():
+    with pool.only_journals("step.duplicate"):
         assert pool.commit(other, step) == Duplicate(step, f"outcome-{step}")
 
 
@@ -1216,7 +1237,7 @@ def test_reserving_with_other_inputs_or_after_completion(pool: Rig) -> None:
     answer = pool.ask(10)
     pool.commit(answer, 1)
     key = pool.key(answer)
-    with pool.only_journals():
+    with pool.only_journals("effect.duplicate"):
         assert pool.ledger.reserve(key, effect="train:1", job="train", fingerprint="print-1") == Duplicate(
             1, "outcome-1"
         )
@@ -1255,7 +1276,7 @@ def test_the_same_commit_again_is_answered_again(pool: Rig, step: int) -> None:
     first, second = pool.ask(10), pool.ask(10)
     for done in range(1, step + 1):
         pool.commit(first, done)
-    with pool.only_journals():
+    with pool.only_journals("step.duplicate"):
         assert pool.commit(first, step) == Committed(step)
         assert pool.commit(second, step, outcome="mine") == Duplicate(step, f"outcome-{step}")
     pool.release(first)
@@ -1278,7 +1299,7 @@ def test_a_completed_key_is_not_done_again_as_the_next_step(pool: Rig) -> None:
     answer = pool.ask(10)
     pool.commit(answer, 1)
     pool.commit(answer, 2)
-    with pool.only_journals():
+    with pool.only_journals("step.duplicate"):
         assert pool.commit(answer, 3, key="train:1", fingerprint="print-1") == Duplicate(1, "outcome-1")
 
 
@@ -1503,3 +1524,56 @@ def test_heads_are_listed_by_name(pool: Rig) -> None:
         ("zebra", "ada", 2),
     ]
     assert [h.job for h in pool.ledger.heads(tenant="ada")] == ["zebra"]
+
+
+# --- seat ----------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_asked_for_by_name_is_seated_where_its_device_is(pool: Rig) -> None:
+    """K1, A1: from then on it is the process's, watched by that host's warden and not settled without it."""
+    answer = pool.ask(10, host="driver")
+    process = Holder(host=HERE, pid=42, started=7)
+    seated = pool.ledger.seat(pool.key(answer), process)
+    assert seated.lease.holder == process
+    assert pool.look(answer).holder == process
+    assert pool.kinds(answer.lease.id) == ["lease.granted", "lease.seated"]
+    assert [x.id for x in pool.ledger.host_view(HERE).leases] == [answer.lease.id]
+    assert pool.ledger.host_view("driver").leases == ()
+    assert pool.ledger.seat(pool.key(answer), process).lease.holder == process, "repeating it is fine"
+    assert pool.kinds(answer.lease.id) == ["lease.granted", "lease.seated"]
+    pool.advance(6 * MINUTE)
+    pool.ledger.tick(HERE)
+    ended = pool.look(answer)
+    assert ended.state is LeaseState.ENDED
+    assert not ended.settled_at, "its process may live: only a warden can say"
+    assert pool.ledger.devices()[0].free_bytes == 70
+
+
+def test_a_lease_that_was_never_seated_is_free_when_it_runs_out(pool: Rig) -> None:
+    answer = pool.ask(10, host="driver")
+    pool.advance(6 * MINUTE)
+    pool.ledger.tick(HERE)
+    assert pool.look(answer).settled_at
+    assert pool.ledger.devices()[0].free_bytes == 80
+    with pytest.raises(LeaseLost, match="has no place"):
+        pool.ledger.seat(pool.key(answer), Holder(host=HERE, pid=42, started=7))
+    assert pool.look(answer).holder == Holder(host="driver")
+
+
+def test_who_may_not_be_seated_changes_nothing(pool: Rig) -> None:
+    """L1, T1: not by another secret, not on another host, not in another's place."""
+    answer = pool.ask(10, host="driver")
+    key = pool.key(answer)
+    for refused, holder in (
+        (LeaseKey(key.lease_id, key.epoch, "wrong"), Holder(host=HERE, pid=42, started=7)),
+        (LeaseKey(key.lease_id, key.epoch + 1, key.secret), Holder(host=HERE, pid=42, started=7)),
+        (key, Holder(host="elsewhere", pid=42, started=7)),
+        (key, Holder(host=HERE)),
+    ):
+        with pytest.raises(LeaseLost):
+            pool.ledger.seat(refused, holder)
+        assert pool.look(answer).holder == Holder(host="driver")
+    pool.ledger.seat(key, Holder(host=HERE, pid=42, started=7))
+    with pytest.raises(LeaseLost, match="process 42"):
+        pool.ledger.seat(key, Holder(host=HERE, pid=43, started=7))
+    assert pool.look(answer).holder.pid == 42

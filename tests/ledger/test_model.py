@@ -55,8 +55,11 @@ class Life(RuleBasedStateMachine):
         rig.policy(
             waiter_silence_us=FOREVER,
             host_silence_us=FOREVER,
+            host_gone_us=FOREVER,
             promote_after_us=FOREVER,
+            batch_promote_after_us=FOREVER,
             backfill_patience_us=FOREVER,
+            gang_patience_us=FOREVER,
             idle_after_us=FOREVER,
             hold_cap_us=0,
             claim_us=2 * MINUTE,

@@ -460,7 +460,7 @@ def test_many_open_a_new_ledger_at_once(postgres: Rig) -> None:
 
 def _end_backends(rig: Rig, where: str = "true") -> int:
     """Cut this ledger's own connections, at the server's side."""
-    ours = [c.info.backend_pid for c in rig.ledger.engine._open if not c.closed]
+    ours = [c.info.backend_pid for x in rig.ledger.engine._lending.values() for c in x.all if not c.closed]
     done = rig.sql(
         f"SELECT pg_terminate_backend(pid, 2000) FROM pg_stat_activity WHERE pid = ANY(?) AND {where}", ours
     )

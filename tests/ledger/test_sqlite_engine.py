@@ -154,7 +154,7 @@ def test_an_older_ledger_is_refused_until_it_is_migrated(
 
 
 def _columns(change: str) -> str:
-    later = ("gpu_us_per_day", "left_us", "left_at")
+    later = ("gpu_us_per_day", "left_us", "left_at", "max_sessions", "max_storage_bytes")
     return "".join(f"ALTER TABLE tenant {change.format(name)};" for name in later)
 
 
@@ -573,6 +573,22 @@ def test_a_disk_that_does_not_confirm_is_not_durable(ready: Rig, monkeypatch: py
         ready.ask(1)
     with pytest.raises(NotDurable):
         ready.ledger.barrier()
+
+
+def test_a_log_that_cannot_be_opened_to_be_synced_is_not_durable(
+    ready: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def fails(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith("-wal"):
+            raise OSError(5, "Input/output error")
+        return real(path, *args, **kwargs)
+
+    ledger = ready.open()
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(NotDurable):
+        ready.ask(1, ledger=ledger)
 
 
 def test_only_durable_verbs_wait_for_the_disk(ready: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,17 @@ import pytest
 from sublet.core.lease import EndReason, LeaseState
 from sublet.ports.ledger import Ledger
 from sublet.wiring import open_ledger
-from tests.conftest import need
+from tests.conftest import MORE_EXAMPLES, need
 from tests.notebook import in_browser, recipe_11
 from tests.notebook.in_browser import DARK, LIGHT, JupyterLab
 from tests.notebook.recipe_11 import Operator, add_up, facts
 from tests.runtime.conftest import Home
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+#: What waiting looks like is tried without a browser in `test_waiting.py`.
+in_proof = pytest.mark.skipif(MORE_EXAMPLES == 1, reason="in the browser, this is a part of make proof")
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +131,7 @@ def test_recipe_11_loses_its_gpu_in_jupyterlab_and_ends_as_if_it_had_not(
     assert jupyterlab.hosts() == {"127.0.0.1"}
 
 
+@in_proof
 def test_the_second_of_two_notebooks_sees_its_place_and_gets_the_gpu_when_the_first_is_idle(
     jupyterlab: JupyterLab, ledger: Ledger, shots: Path
 ) -> None:
@@ -173,6 +178,7 @@ def test_the_second_of_two_notebooks_sees_its_place_and_gets_the_gpu_when_the_fi
     assert jupyterlab.hosts() == {"127.0.0.1"}
 
 
+@in_proof
 def test_the_smaller_gpu_now_is_a_question_in_the_page(
     jupyterlab: JupyterLab, ledger: Ledger, shots: Path
 ) -> None:

@@ -44,7 +44,7 @@ class Notebook:
             raise AssertionError("nothing is kept here")
 
         kept = KeptState("nothing", no_store, lambda _: 0)
-        self.cells = Cells(take, lambda: open_ledger(home.settings), CLOCK, kept, Travel(), inside_cell.run)
+        self.cells = Cells(take, open_ledger(home.settings).look, CLOCK, kept, Travel(), inside_cell.run)
         self.space: dict[str, Any] = {}
         self._count = 0
 

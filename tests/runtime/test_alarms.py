@@ -440,6 +440,73 @@ def test_left_by_another_thread_a_signal_does_what_it_did(program: Start) -> Non
     assert child.rest()[0] == -signal.SIGTERM
 
 
+CLOSED_BY_ANOTHER = """
+def leave(alarms):
+    other = threading.Thread(target=alarms.close); other.start(); other.join()
+"""
+
+
+def test_those_another_thread_has_left_are_no_part_of_the_next(program: Start) -> None:
+    """A cell's alarms closed by its keeper, and a training run after it: SIGTERM is a Notice, and not the end."""
+    child = program(
+        CLOSED_BY_ANOTHER
+        + """
+for _ in range(3):
+    leave(Alarms(CLOCK, grace_us=1).__enter__())
+fds = len(os.listdir("/proc/self/fd"))
+with Alarms(CLOCK, grace_us=5_000_000) as alarms:
+    say("ready")
+    say(alarms.wait(20).source)
+say(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.set_wakeup_fd(-1))
+say(fds - len(os.listdir("/proc/self/fd")) <= 2)
+"""
+    )
+    child.send(signal.SIGTERM)
+    assert child.rest() == (0, ["signal", "True -1", "True"], "")
+
+
+def test_left_by_another_thread_no_signal_is_written_into_a_strangers_file(program: Start) -> None:
+    """The interpreter goes on writing to the descriptor it was given, whoever has that number by now."""
+    child = program(
+        CLOSED_BY_ANOTHER
+        + """
+signal.signal(signal.SIGUSR1, lambda *_: None)
+alarms = Alarms(CLOCK, grace_us=1).__enter__()
+leave(alarms)
+pipes = [os.pipe2(os.O_NONBLOCK) for _ in range(8)]  # the lowest numbers there are
+say("ready")
+time.sleep(0.3)
+for read, _ in pipes:
+    try:
+        say("strange:", os.read(read, 9))
+    except BlockingIOError:
+        pass
+"""
+    )
+    child.send(signal.SIGUSR1)
+    assert child.rest() == (0, [], "")
+
+
+def test_left_by_another_thread_one_that_calls_what_was_before_still_does(program: Start) -> None:
+    child = program(
+        CLOSED_BY_ANOTHER
+        + """
+signal.signal(signal.SIGTERM, lambda *_: say("the first"))
+alarms = Alarms(CLOCK, grace_us=1).__enter__()
+before = signal.getsignal(signal.SIGTERM)
+def later(number, frame):
+    say("the later")
+    before(number, frame)
+signal.signal(signal.SIGTERM, later)
+leave(alarms)
+say("ready")
+time.sleep(0.5)
+"""
+    )
+    child.send(signal.SIGTERM)
+    assert child.rest() == (0, ["the later", "the first"], "")
+
+
 def test_alarms_within_alarms(program: Start) -> None:
     child = program("""
         with Alarms(CLOCK, grace_us=9_000_000) as outer:
@@ -673,6 +740,59 @@ def test_handlers_python_does_not_know_are_left_alone(program: Start) -> None:
     code, out, error = child.rest()
     assert (code, out) == (0, ["None"])
     assert error.count("Current thread") == 2
+
+
+C_HANDLER = """
+import ctypes
+HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: os._exit(7))
+def from_c():
+    ctypes.CDLL(None).signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.cast(HANDLER, ctypes.c_void_p))
+from_c()
+"""
+
+
+def test_sigterm_is_heard_where_a_library_took_it_from_c_and_is_theirs_again_after_us(program: Start) -> None:
+    """LLVM does, when the first kernel is compiled: a run that begins later must not die of it with its steps unsaved."""
+    child = program(
+        C_HANDLER
+        + """
+with Alarms(CLOCK, grace_us=15_000_000):
+    with Alarms(CLOCK, grace_us=15_000_000) as alarms:
+        say("ready")
+        say(alarms.wait(20).source)
+pid = os.fork()
+if not pid:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+with Alarms(CLOCK, grace_us=15_000_000) as alarms:
+    pid = os.fork()
+    if not pid:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), alarms.notice)
+"""
+    )
+    child.send(signal.SIGTERM)
+    assert child.rest() == (0, ["signal", "7", "7 None"], "")
+
+
+def test_left_in_the_order_they_were_entered_a_library_gets_its_own_back(program: Start) -> None:
+    child = program(
+        C_HANDLER
+        + """
+first, second = Alarms(CLOCK, grace_us=9_000_000), Alarms(CLOCK, grace_us=5_000_000)
+first.__enter__()
+second.__enter__()
+first.close()
+second.close()
+say("ready")
+time.sleep(20)
+"""
+    )
+    child.send(signal.SIGTERM)
+    assert child.rest()[0] == 7
 
 
 def test_an_interrupt_that_is_ignored_stays_ignored(program: Start) -> None:

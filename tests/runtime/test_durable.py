@@ -356,6 +356,7 @@ def test_killed_at_the_nth_system_call(sqlite_home: Home) -> None:
         d.block.release()
     assert outcomes[0] == 1, "killed at the first call"
     assert outcomes[-1] == 2, "not killed"
+    print(f"a block's checkpoint: {len(outcomes) - 1} places")
 
 
 def test_expired_while_checkpointing(sqlite_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

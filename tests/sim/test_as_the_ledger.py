@@ -127,7 +127,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def crowd():
-    return people(5, tenants=20, visits=60, apart_s=60)
+    return people(5, tenants=20, visits=45, apart_s=60)
+
+
+def small_crowd():
+    return people(5, tenants=12, visits=20, apart_s=60)
 
 
 def busy():
@@ -141,7 +145,7 @@ def busy():
     [
         (crowd, OURS, 2, {"idle", "released"}),
         (busy, OURS, 1, {"hold_cap", "idle", "released"}),
-        (crowd, FAIR_TTL, 2, {"released"}),
+        (small_crowd, FAIR_TTL, 2, {"released"}),
     ],
     ids=["a crowd", "one that never stops", "without idle on demand"],
 )

@@ -14,9 +14,9 @@ from tests.sim.workloads import SHARED_TRACE, people
 OTHERS = (PASSIVE_TTL, IDLE_CULL, PER_USER, PER_REQUEST)
 
 
-def compared(workload, gpus: int) -> tuple[Figures, dict[str, Figures]]:
+def compared(workload, gpus: int, others=OTHERS) -> tuple[Figures, dict[str, Figures]]:
     ours = figures(replay(workload, OURS, gpus=gpus))
-    return ours, {s.name: figures(replay(workload, s, gpus=gpus)) for s in OTHERS}
+    return ours, {s.name: figures(replay(workload, s, gpus=gpus)) for s in others}
 
 
 def assert_ours_is_better(ours: Figures, others: dict[str, Figures]) -> None:
@@ -37,7 +37,8 @@ def test_the_real_workload_on_eight_gpus_waits_at_most_thirty_seconds_at_p95():
         pytest.skip("the trace alibaba_genai_requests.csv is not in ../shared/traces")
     workload = read_requests(SHARED_TRACE)
     assert (len(workload.arrivals), workload.tenants) == (26_392, 4_240)
-    ours, others = compared(workload, gpus=8)
+    # The two that come near; the others are compared on a crowd above.
+    ours, others = compared(workload, gpus=8, others=(PASSIVE_TTL, PER_REQUEST))
     assert ours.wait.p95_us <= 30 * SECOND_US
     assert ours.wait.p50_us == 0
     assert_ours_is_better(ours, others)

@@ -1,6 +1,6 @@
-"""kill -9 at the n-th system call of one save, by strace: old or new, never between (C6).
+"""kill -9 at the n-th system call of one save, or an error from it, by strace: old or new, never between (C6).
 
-Three programs are killed: one that saves, one whose save runs behind it, and that one's writer process. Every call that changes a file or
+Three programs are disturbed: one that saves, one whose save runs behind it, and that one's writer process. Every call that changes a file or
 talks to the other process is a place to die, each at its first, second, … time. A spread sample here, all of them in `make proof`
 (`SUBLET_KILLS=all`).
 """
@@ -205,6 +205,25 @@ def kept_sizes() -> Iterator[None]:
     checkpoint.GROUP_BYTES, checkpoint.CHUNK_BYTES = before
 
 
+def places_of(programs: Programs, whom: str, least: int) -> list[tuple[str, int]]:
+    """Each call of one save, at its first, second, … time; or a spread sample of them."""
+    said, seen = programs.run(1, whom)
+    assert said[0] == {"saved": 2}, said
+    # How often each call is made by the thread that makes it most: strace counts for each thread.
+    often: dict[str, int] = {}
+    for (_, call), count in Counter(tuple(s.split()) for s in seen).items():
+        often[call] = max(often.get(call, 0), count)
+    assert {
+        "pwritev2" if "pwritev2" in often else "pwritev",
+        "fsync",
+        "linkat",
+    } <= often.keys() or whom == "behind", often
+    places = [(call, n) for call, count in sorted(often.items()) for n in range(1, count + 1)]
+    if KILLS != "all":
+        places = sorted(random.Random(SEED).sample(places, min(least, len(places))))
+    return places
+
+
 @pytest.mark.usefixtures("kept_sizes")
 @pytest.mark.parametrize("whom", ["save", "behind", "writer"])
 def test_killed_at_the_nth_call(whom: str) -> None:
@@ -213,21 +232,7 @@ def test_killed_at_the_nth_call(whom: str) -> None:
         shelf = Shelf(folder)
         programs = Programs(shelf, folder)
         shelf.save(a_state(0), 0)
-        said, seen = programs.run(1, whom)
-        assert said[0] == {"saved": 2}, said
-        # How often each call is made by the thread that makes it most: strace counts for each thread.
-        often: dict[str, int] = {}
-        for (_, call), count in Counter(tuple(s.split()) for s in seen).items():
-            often[call] = max(often.get(call, 0), count)
-        assert {
-            "pwritev2" if "pwritev2" in often else "pwritev",
-            "fsync",
-            "linkat",
-        } <= often.keys() or whom == "behind", often
-        places = [(call, n) for call, count in sorted(often.items()) for n in range(1, count + 1)]
-        rng = random.Random(SEED)
-        if KILLS != "all":
-            places = sorted(rng.sample(places, min(int(KILLS), len(places))))
+        places = places_of(programs, whom, int(KILLS) if KILLS != "all" else 0)
         outcomes: Counter[str] = Counter()
         for number, (call, n) in enumerate(places):
             before, fill = shelf.version, 10 + 2 * number
@@ -252,5 +257,45 @@ def test_killed_at_the_nth_call(whom: str) -> None:
             assert outcomes["new"], outcomes
         assert shelf.rig.faults() == []
         print(f"{whom}: {len(places)} places, {dict(outcomes)}")
+        programs.close()
+        shelf.close()
+
+
+#: What a disk, a quota or a remounted file system says.
+ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS")
+
+
+@pytest.mark.usefixtures("kept_sizes")
+@pytest.mark.parametrize("whom", ["save", "behind", "writer"])
+@pytest.mark.parametrize("error", ERRORS if KILLS == "all" else ERRORS[:1])
+def test_the_nth_call_fails(whom: str, error: str) -> None:
+    """C6: whatever one call answers, the state is the old one or the new one, whole; a save that says it succeeded did."""
+    need(shutil.which("strace") is not None, "strace")
+    with in_memory() as folder:
+        shelf = Shelf(folder)
+        programs = Programs(shelf, folder)
+        shelf.save(a_state(0), 0)
+        places = places_of(programs, whom, 3)
+        outcomes: Counter[str] = Counter()
+        for number, (call, n) in enumerate(places):
+            before, fill = shelf.version, 10 + 2 * number
+            was = check_head(shelf)
+            said, _ = programs.run(fill, whom, f"{call}:error={error}:when={n}")
+            where = f"{error} for {whom} at {call} number {n} (seed {SEED}): {said}"
+            now = check_head(shelf)
+            assert shelf.version in (before, before + 1), where
+            assert now == (was if shelf.version == before else fill), where
+            if any("saved" in s for s in said):
+                assert shelf.version == before + 1, where
+            failed = next((s["failed"] for s in said if "failed" in s), "")
+            outcomes[
+                "saved"
+                if any("saved" in s for s in said)
+                else f"{failed or 'silent'}, {'new' if shelf.version > before else 'old'}"
+            ] += 1
+            saved = shelf.save(a_state(fill + 1), shelf.version)
+            assert (saved.version, check_head(shelf)) == (shelf.version, fill + 1), where
+        assert shelf.rig.faults() == []
+        print(f"{whom} {error}: {len(places)} places, {dict(outcomes)}")
         programs.close()
         shelf.close()

@@ -66,8 +66,16 @@ class Swarm:
             )
         return alive
 
-    def kill_one(self, chance: random.Random) -> None:
-        chance.choice([w for w in self.fill() if w is not self.stopped]).kill()
+    def kill_one(self, chance: random.Random) -> bool:
+        """Whether one died that was at work: it had opened its queue, and was alive."""
+        started = zip(self.workers, self.logs, strict=True)
+        at_work = [w for w, log in started if w is not self.stopped and w.poll() is None and log.exists()]
+        if at_work:
+            victim = chance.choice(at_work)
+            victim.kill()
+            victim.wait()
+        self.fill()
+        return bool(at_work) and victim.returncode == -signal.SIGKILL
 
     def end(self) -> None:
         for worker in self.workers:
@@ -122,8 +130,7 @@ def storm(queue: Queue, swarm: Swarm, wanted: int) -> int:
             swarm.stopped.send_signal(signal.SIGCONT)
             swarm.stopped = None
             time.sleep(0.5)  # it finds out
-        swarm.kill_one(chance)
-        kills += 1
+        kills += swarm.kill_one(chance)
     return kills
 
 

@@ -1,6 +1,6 @@
 """One process of a storm: random verbs on the real ledger, each acknowledged durable answer written down.
 
-`python -m tests.storms.worker URL SEED SECONDS LOG`. What it writes down must be found in the ledger afterwards.
+`python -m tests.storms.worker URL SEED SECONDS LOG [COMMITS]`, with how often it commits beside what else it does. What it writes down must be found in the ledger afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ EXPECTED = (Refused, LeaseLost, Stale, Fenced, HeadMoved, EffectBusy, NotFound)
 
 
 class Worker:
-    def __init__(self, url: str, seed: int, log: str) -> None:
+    def __init__(self, url: str, seed: int, log: str, commits: int = 25) -> None:
+        self.weights = [30, 25, 25, 3, commits, 4, 2]
         self.random = random.Random(seed)
         self.seed = seed
         self.committed = 0
@@ -51,7 +52,7 @@ class Worker:
 
     def step(self) -> None:
         verb = self.random.choices(
-            ["acquire", "renew", "release", "revoke", "commit", "tick", "look"], [30, 25, 25, 3, 25, 4, 2]
+            ["acquire", "renew", "release", "revoke", "commit", "tick", "look"], self.weights
         )[0]
         self.counts[verb] = self.counts.get(verb, 0) + 1
         try:
@@ -80,6 +81,8 @@ class Worker:
         while answer.lease.state is LeaseState.WAITING and time.monotonic() < give_up:
             time.sleep(0.01)
             answer = self.ledger.attend(lease_id, secret, explain=False)
+            if answer.lease.state is LeaseState.ACTIVE:
+                self.ledger.barrier()  # as every holder does: whoever granted it may not have waited for the disk
         if answer.lease.state is LeaseState.ACTIVE:
             self.note("granted", lease_id, answer.lease.epoch)
             self.held.append(LeaseKey(lease_id, answer.lease.epoch, secret))
@@ -150,7 +153,7 @@ class Worker:
 
 def main() -> None:
     url, seed, seconds, log = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
-    worker = Worker(url, seed, log)
+    worker = Worker(url, seed, log, *map(int, sys.argv[5:]))
     until = time.monotonic() + seconds
     # On a machine that is busy otherwise: until something was done, within reason.
     at_most = until + 60

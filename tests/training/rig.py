@@ -93,6 +93,10 @@ def ended(pid: int, seconds: float = 60.0) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # forked by one that was forked
 
 
+def has_ended(pid: int) -> bool:
+    return _children[pid].poll() is not None
+
+
 def tell(pid: int, number: int) -> None:
     """A signal, to one that may have ended."""
     _children[pid].send_signal(number)
@@ -136,6 +140,13 @@ def left_of(job: str, *keys: str) -> Left:
         found = {key: effect for key in keys if (effect := ledger.effect(key)) is not None}
         faults = [f"{f.strand}#{f.seq}: {f.what}" for f in ledger.verify().faults]
         return Left(head, state, [(b["first"], b["step"]) for b in bodies], found, faults)
+
+
+def state_of(job: str) -> Left:
+    """Without the journal, whose reading grows with what all jobs have done: `check_walks` reads it once for all."""
+    with looking() as ledger, sublet.checkpoints() as store:
+        head = ledger.head(job)
+        return Left(head, store.load(job) if head is not None else None, [], {}, [])
 
 
 # --- a job that would show any step lost, repeated or torn ---------------------------------------------------
@@ -218,3 +229,24 @@ def check_walk(job: str, calm: Left, steps: int) -> Left:
     assert same_walk(left.state, calm.state)
     assert left.faults == []
     return left
+
+
+def check_walks(jobs: list[str], steps: int) -> int:
+    """Each step of each of these jobs once and in order, and a whole journal. How many commits there were."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    with looking() as ledger:
+        assert [f"{f.strand}#{f.seq}: {f.what}" for f in ledger.verify().faults] == []
+        after = 0
+        while batch := ledger.tail(after=after, limit=5000):
+            for _, entry in batch:
+                if entry.kind == "step.committed":
+                    body = json.loads(entry.body)
+                    spans.setdefault(entry.strand.removeprefix("job:"), []).append(
+                        (body["first"], body["step"])
+                    )
+            after = batch[-1][0]
+    for job in jobs:
+        found = spans.get(job, [])
+        assert [first for first, _ in found] == [1, *(last + 1 for _, last in found[:-1])], job
+        assert found[-1][1] == steps, job
+    return sum(len(spans[job]) for job in jobs)

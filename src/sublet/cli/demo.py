@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 
-from sublet.borrowing import gpu
+from sublet.borrowing import local_gpu
 from sublet.cli.demo_job import misbehave
 from sublet.cli.demo_view import View
 from sublet.core.effect import Commit
@@ -143,7 +143,7 @@ def terminate(tour: Tour, child: subprocess.Popen[bytes], held: Answer) -> None:
 
 def lose_a_lease(tour: Tour) -> LeaseKey:
     """A real lease with a real secret, taken back: its key is what a zombie would still have in memory."""
-    lease = gpu(vram="1GiB", ttl="1m", holder="name", settings=tour.settings).ask()
+    lease = local_gpu(vram="1GiB", ttl="1m", holder="name", settings=tour.settings).ask()
     tour.ledger.revoke(lease.id, reason=EndReason.REVOKED, detail="demo", grace_us=0, actor="demo")
     tour.ledger.tick(tour.settings["host"])
     return lease.key
@@ -172,7 +172,7 @@ def zombie_writes(tour: Tour, key: LeaseKey) -> str:
 
 def host_a_guest_that_will_not_leave(tour: Tour) -> Receipt:
     """A function in a leased worker that ignores every signal it can and leaves daemons behind. Its lease is revoked."""
-    lease = gpu(vram="1GiB", ttl="1m", holder="worker", settings=tour.settings).ask()
+    lease = local_gpu(vram="1GiB", ttl="1m", holder="worker", settings=tour.settings).ask()
     lease.open().alloc(64 << 20)
     tour.say("worker", "a function in a leased worker ignores SIGTERM and starts daemons", "loss")
     threading.Thread(target=_run_quietly, args=(lease,), daemon=True).start()

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import sublet
+from sublet.borrowing import local_gpu
 from sublet.ports.session import Session
 
 HIDDEN = 12
@@ -127,7 +128,7 @@ class Network:
 
 
 def run(job: str, steps: int, pause: float) -> None:
-    asked = sublet.gpu(vram="64MiB", ttl="10s", tier="spot", exclusivity="device", job=job, holder="worker")
+    asked = local_gpu(vram="64MiB", ttl="10s", tier="spot", exclusivity="device", job=job, holder="worker")
     with asked as lease, lease.open() as gpu:
         network = Network(gpu, lease.devices[0])
         training = sublet.train(job, {"network": network}, lease=lease, every=SAVE_EVERY, progress=False)

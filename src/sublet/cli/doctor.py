@@ -1,14 +1,21 @@
-"""`sublet doctor`: every setting with its origin, and a check of every part; with `--gpu`, every device tried for real."""
+"""`sublet doctor`: every setting with its origin, and a check of every part; with `--gpu`, every device tried for real.
+
+Each part that lies elsewhere has a file of its own: `doctor_ledger`, `doctor_stores`, `doctor_placement`.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 
 import click
 
+from sublet.cli.doctor_checks import Check, fail, failed, ok, warn
+from sublet.cli.doctor_ledger import check_ledger
+from sublet.cli.doctor_placement import check_placement, placed_here
+from sublet.cli.doctor_stores import check_stores
 from sublet.cli.output import json_option, print_json, print_table
 from sublet.core.device import DeviceState
 from sublet.core.errors import BadInput, DeviceFault, Misconfigured, NotFound, Refused, SubletError
@@ -16,11 +23,9 @@ from sublet.core.values import format_size
 from sublet.drivers.opening import installed_drivers
 from sublet.drivers.selftest import Row, try_device
 from sublet.hosting import containment
-from sublet.ports.ledger import FoundDevice, Ledger
+from sublet.ports.ledger import FoundDevice
 from sublet.settings import SPECS, Settings, load_settings
-from sublet.wiring import CLOCK, ensure_warden, find_host_devices, open_ledger, warden_state
-
-Check = tuple[str, str, str]  # part, ok|warn|fail, what was seen
+from sublet.wiring import ensure_warden, find_host_devices, open_ledger, warden_state
 
 
 def _shown(settings: Settings, name: str, secret: bool) -> str:
@@ -34,84 +39,62 @@ def _shown(settings: Settings, name: str, secret: bool) -> str:
     return value or "-"
 
 
-def _median_ms(call: Callable[[], object], times: int = 15) -> float:
-    taken = []
-    for _ in range(times):
-        begun = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begun)
-    return sorted(taken)[times // 2] * 1000
-
-
 def _check_python() -> Iterator[Check]:
-    yield "python", "ok", f"{sys.version.split()[0]} at {sys.executable}"
+    yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
     yield (
-        ("process watch", "ok", "pidfd")
+        ok("process watch", "pidfd")
         if hasattr(os, "pidfd_open") and sys.platform == "linux"
-        else ("process watch", "fail", "no pidfd: leases can be held here only on Linux 5.3 or newer")
+        else fail("process watch", "no pidfd", "leases can be held here only on Linux 5.3 or newer")
     )
 
 
 def _check_containment() -> Iterator[Check]:
     found = containment.available()
     if found == [containment.SUBREAPER]:
-        yield (
+        yield warn(
             "containment",
-            "warn",
             "subreaper only: no cgroup v2 to write in and no user namespaces; a hostile worker could leave a daemon behind",
+            "run as root or under systemd with Delegate=yes, or allow user namespaces",
         )
     else:
-        yield "containment", "ok", f"workers are contained by {' and '.join(found)}"
+        yield ok("containment", f"workers are contained by {' and '.join(found)}")
 
 
-def _write_through(ledger: Ledger, host: str) -> None:
-    ledger.beat_host(host)
-    ledger.barrier()
-
-
-def _check_ledger(settings: Settings) -> Iterator[Check]:
-    try:
-        ledger = open_ledger(settings)
-        seen = ledger.describe()
-        yield "ledger", "ok", ", ".join(f"{k} {v}" if k != "engine" else v for k, v in seen.items())
-        yield "ledger read", "ok", f"{_median_ms(ledger.now):.2f} ms"
-        yield "ledger to disk", "ok", f"{_median_ms(lambda: _write_through(ledger, settings['host'])):.2f} ms"
-        skew = ledger.now() - CLOCK.wall_us()
-        drifted = abs(skew) > 5_000_000
-        yield (
-            "clock",
-            "warn" if drifted else "ok",
-            f"the ledger's clock is {skew / 1e6:+.3f} s from this machine's"
-            + ("; harmless for leases, odd to read" if drifted else ""),
-        )
-        result = ledger.verify()
-        yield (
-            "journal",
-            "fail" if result.faults else "ok",
-            f"{result.rows} rows, {len(result.faults)} fault(s)"
-            + ("; run 'sublet journal verify'" if result.faults else ""),
-        )
-        yield from _check_devices(settings, ledger)
-    except SubletError as e:
-        yield "ledger", "fail", f"{e.message}; {e.remedy}"
-
-
-def _check_devices(settings: Settings, ledger: Ledger) -> Iterator[Check]:
+def _check_devices(settings: Settings) -> Iterator[Check]:
     try:
         found = find_host_devices(settings)
-        yield "devices here", "ok", ", ".join(f"{d.id} ({format_size(d.capacity_bytes)})" for d in found)
+        yield ok("devices here", ", ".join(f"{d.id} ({format_size(d.capacity_bytes)})" for d in found))
         ensure_warden(settings)
         _, ready, pid = warden_state(settings)
-        yield "warden", "ok" if ready else "fail", f"pid {pid}" if ready else "not running"
+        yield ok("warden", f"pid {pid}") if ready else fail("warden", "not running", "run 'sublet warden'")
         if os.geteuid() != 0:
-            yield "teardown", "warn", "not root: this warden can end only processes of its own user"
+            yield warn(
+                "teardown",
+                "not root: this warden can end only processes of its own user",
+                "fine where everybody is this user; else run 'sublet warden' as root",
+            )
         else:
-            yield "teardown", "ok", "may end any process"
-        for d in ledger.devices(settings["host"]):
+            yield ok("teardown", "may end any process")
+        for d in open_ledger(settings).devices(settings["host"]):
             if d.state is not DeviceState.READY:
-                yield d.id, "warn", f"{d.state.value}: {d.note}"
+                yield warn(
+                    d.id, f"{d.state.value}: {d.note}", "'sublet gpus' and 'sublet quarantine' say more"
+                )
     except SubletError as e:
-        yield "devices here", "fail", f"{e.message}; {e.remedy}"
+        yield failed("devices here", e)
+
+
+def _everything(settings: Settings) -> list[Check]:
+    ledger = list(check_ledger(settings))
+    reachable = ledger[0].status == "ok" and ledger[-1].part != "ledger"
+    return [
+        *_check_python(),
+        *_check_containment(),
+        *ledger,
+        *(_check_devices(settings) if reachable and placed_here(settings) else ()),
+        *check_stores(settings),
+        *check_placement(settings),
+    ]
 
 
 def _try_devices(settings: Settings, only: str, force: bool) -> Iterator[tuple[FoundDevice, list[Row]]]:
@@ -150,10 +133,10 @@ def _doctor_gpu(settings: Settings, only: str, force: bool, as_json: bool) -> No
     else:
         table = [(d.id, r.check, r.status, r.seen) for d, rows in results for r in rows]
         print_table(["DEVICE", "CHECK", "STATUS", "SEEN"], table, empty="")
-    failed = [f"{r.check} on {d.id}" for d, rows in results for r in rows if r.status == "fail"]
-    if failed:
+    broken = [f"{r.check} on {d.id}" for d, rows in results for r in rows if r.status == "fail"]
+    if broken:
         raise DeviceFault(
-            f"{len(failed)} check(s) failed: {', '.join(failed)}",
+            f"{len(broken)} check(s) failed: {', '.join(broken)}",
             remedy="see the lines marked fail; do not lease such a device: 'sublet quarantine set' withholds it",
         )
     if all(r.status == "skip" for _, rows in results for r in rows):
@@ -178,20 +161,26 @@ def doctor(gpu: bool, device: str, force: bool, as_json: bool) -> None:
     values = [
         (s.variable, _shown(settings, s.name, s.secret), settings.origin(s.name), s.help) for s in SPECS
     ]
-    checks = [*_check_python(), *_check_containment(), *_check_ledger(settings)]
+    checks = _everything(settings)
     if as_json:
         print_json(
             {
                 "settings": [{"name": n, "value": v, "origin": o} for n, v, o, _ in values],
-                "checks": [{"part": p, "status": s, "seen": w} for p, s, w in checks],
+                "checks": [asdict(c) for c in checks],
             }
         )
     else:
         print_table(["SETTING", "VALUE", "FROM", "WHAT"], values, empty="")
         click.echo()
-        print_table(["PART", "STATUS", "SEEN"], checks, empty="")
-    failed = [part for part, status, _ in checks if status == "fail"]
-    if failed:
+        print_table(["PART", "STATUS", "SEEN"], [(c.part, c.status, c.seen) for c in checks], empty="")
+        remedies = [c for c in checks if c.remedy]
+        if remedies:
+            click.echo("\nWhat to do:")
+        for c in remedies:
+            click.echo(f"  {c.part}: {c.remedy}")
+    broken = [c.part for c in checks if c.status == "fail"]
+    if broken:
         raise Misconfigured(
-            f"{len(failed)} part(s) do not work: {', '.join(failed)}", remedy="see the lines marked fail"
+            f"{len(broken)} part(s) do not work: {', '.join(broken)}",
+            remedy="see 'What to do', or 'remedy' in the JSON",
         )

@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from sublet.borrowing import GpuRequest, gpu
+from sublet.borrowing import GpuRequest, local_gpu
 from sublet.cli.output import instant, json_option, print_fields, print_json
 from sublet.cli.records import lease_json, reason_of, short_state
 from sublet.core.admission import Wait
@@ -108,7 +108,7 @@ def acquire(
 ) -> None:
     """Lease a GPU by name. It ends at its ttl unless 'sublet lease renew' extends it."""
     settings = load_settings()
-    wanted = gpu(
+    wanted = local_gpu(
         vram,
         ttl,
         count=count,

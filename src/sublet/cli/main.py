@@ -74,8 +74,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sim": ("sim", "Replay a recorded workload in virtual time, with the decisions of the live system."),
     "tenant": ("tenant", "Who may lease: add, list, change, remove."),
     "quota": ("tenant", "What a tenant may hold and what it has used."),
+    "price": ("price", "What a GPU-hour costs, by device class and tier."),
     "journal": ("journal", "Every decision, hash-chained: follow it, verify it, seal it."),
     "migrate": ("migrate", "Bring the ledger to this version; back it up, put a backup back."),
+    "serve": ("serve", "The studio over HTTP: sessions, board, events and the page, for many tenants."),
     "warden": ("warden", "The host's enforcing loop (started by itself when needed)."),
     "doctor": ("doctor", "Every setting with its origin, and a check of every part."),
 }

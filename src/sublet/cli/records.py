@@ -127,13 +127,19 @@ def receipt_json(torn: Teardown) -> dict[str, object]:
     }
 
 
-def tenant_json(tenant: Tenant, used_us: int, time: Allowance) -> dict[str, object]:
+def tenant_json(
+    tenant: Tenant, used_us: int, time: Allowance, sessions: int, stored_bytes: int
+) -> dict[str, object]:
     return {
         "name": tenant.name,
         "weight": tenant.weight,
         "max_leases": tenant.max_leases,
         "max_vram_bytes": tenant.max_vram_bytes,
         "max_waiting": tenant.max_waiting,
+        "max_sessions": tenant.max_sessions,
+        "max_storage_bytes": tenant.max_storage_bytes,
+        "sessions": sessions,
+        "stored_bytes": stored_bytes,
         "live_leases": tenant.live_leases,
         "live_bytes": tenant.live_bytes,
         "waiting": tenant.waiting,

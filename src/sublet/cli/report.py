@@ -10,7 +10,9 @@ from datetime import UTC, datetime
 import click
 
 from sublet.cli.output import json_option, print_json, print_table
+from sublet.cli.report_views import by_neighbour, by_session
 from sublet.core.goodput import MICRO, REFUND_RULE, Account, Stretch, accounts, day_of, stretches
+from sublet.core.price import PriceList, class_of
 from sublet.core.values import DAY_US, format_duration, parse_price
 from sublet.settings import load_settings
 from sublet.wiring import open_ledger
@@ -29,32 +31,56 @@ GROUPS: dict[str, Callable[[Stretch], str]] = {
 
 
 @click.command(epilog="Example:  sublet report --by tenant --days 30 --price 2.50 --csv")
-@click.option("--by", type=click.Choice(list(GROUPS)), default="job", show_default=True)
+@click.option("--by", type=click.Choice([*GROUPS, "session"]), default="job", show_default=True)
+@click.option("--neighbours", is_flag=True, help="Instead: who had more than its share while others waited.")
 @click.option("--days", type=click.IntRange(1, 3650), default=7, show_default=True, help="How far back.")
 @click.option("--job", default="", help="Only this job's leases.")
 @click.option("--tenant", default="", help="Only this tenant's.")
 @click.option(
     "--price",
     default="",
-    help="Of one GPU-hour, in your currency: adds the cost, less refunds. Default: SUBLET_PRICE.",
+    help="Of one GPU-hour of what 'sublet price ls' does not list, in your currency. Default: SUBLET_PRICE.",
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, times in microseconds.")
 @json_option
-def report(by: str, days: int, job: str, tenant: str, price: str, as_csv: bool, as_json: bool) -> None:
+def report(
+    by: str, neighbours: bool, days: int, job: str, tenant: str, price: str, as_csv: bool, as_json: bool
+) -> None:
     """Where the GPU time went: goodput, waste, losses, refunds and cost.
 
     HELD is GPU time from grant to end. GOODPUT is the part of it spent in steps that were committed. OVERHEAD is starting,
     restoring and saving; WASTED is the time after the last commit of a lease that was lost; OPEN is not decided yet: the
-    lease is held, and its last commit is past. Jobs that commit no steps have no goodput ('-').
+    lease is held, and its last commit is past. Jobs that commit no steps have no goodput ('-'). COST is less refunds, at the prices
+    of 'sublet price ls' when each lease was granted.
+
+    --by session shows what studio sessions used, and what was done in them.
     """
     settings = load_settings()
     price = price or settings["price"]
     price_micro = parse_price(price, what="the price") if price else None
     ledger = open_ledger(settings)
     since = max(0, ledger.now() - days * DAY_US)
+    if neighbours or by == "session":
+        if job:
+            raise click.UsageError("--job does not go with this view: a session is its tenant's")
+        if neighbours:
+            if as_csv or tenant:
+                raise click.UsageError("--neighbours is of all tenants, as a table or --json")
+            by_neighbour(ledger, days, json_wanted=as_json)
+        else:
+            by_session(ledger, tenant, since, price_micro, as_csv=as_csv, as_json=as_json)
+        return
     found = ledger.held(tenant=tenant, job=job, since=since)
+    listed = PriceList(ledger.prices())
+    classes = {d.id: class_of(d) for d in ledger.devices()}
+    tariffs = {
+        lease.id: tariff
+        for lease in found.leases
+        if (tariff := listed.tariff(lease, classes, price_micro)) is not None
+    }
+    costs = price_micro is not None or bool(listed)
     rows, total = accounts(
-        stretches(found.leases, found.commits, since=since, now=found.at), GROUPS[by], price_micro or 0
+        stretches(found.leases, found.commits, since=since, now=found.at), GROUPS[by], tariffs=tariffs
     )
     if as_json:
         shown = {
@@ -62,14 +88,14 @@ def report(by: str, days: int, job: str, tenant: str, price: str, as_csv: bool, 
             "since": since,
             "until": found.at,
             "refund_rule": REFUND_RULE,
-            "rows": [_as_json(a, price_micro) for a in rows],
-            "total": _as_json(total, price_micro),
+            "rows": [_as_json(a, costs) for a in rows],
+            "total": _as_json(total, costs),
         }
         print_json(shown)
     elif as_csv:
-        _print_csv(by, rows, price_micro)
+        _print_csv(by, rows, costs)
     else:
-        _print(by, rows, total, price_micro, days)
+        _print(by, rows, total, costs, days)
 
 
 def _percent(part: int, whole: int) -> str:
@@ -81,13 +107,17 @@ def _losses(account: Account) -> str:
     return ", ".join(words) or "-"
 
 
+def _priced(account: Account) -> bool:
+    return account.unpriced_us < account.held_us or not account.held_us
+
+
 def _cost(account: Account) -> str:
-    return f"{account.cost_micro / MICRO:.2f}"
+    return f"{account.cost_micro / MICRO:.2f}" if _priced(account) else "-"
 
 
-def _print(by: str, rows: list[Account], total: Account, price_micro: int | None, days: int) -> None:
+def _print(by: str, rows: list[Account], total: Account, costs: bool, days: int) -> None:
     columns = ["HELD", "GOODPUT", "OVERHEAD", "WASTED", "OPEN", "STEPS", "COMMITS", "BETWEEN", "LEASES"]
-    if price_micro is not None:
+    if costs:
         columns += ["REFUND", "COST"]
     table = []
     for a in [*rows, total] if len(rows) > 1 else rows:
@@ -106,7 +136,7 @@ def _print(by: str, rows: list[Account], total: Account, price_micro: int | None
             "-" if a.median_gap_us is None else format_duration(a.median_gap_us),
             str(len(a.leases)),
         ]
-        if price_micro is not None:
+        if costs:
             line += [format_duration(a.refund_us) if a.refund_us else "-", _cost(a)]
         table.append([*line, _losses(a)])
     print_table([by.upper(), *columns, "LOSSES"], table, empty=f"no GPU was held in the last {days} days")
@@ -115,11 +145,11 @@ def _print(by: str, rows: list[Account], total: Account, price_micro: int | None
     lost = sum(total.losses.values())
     if lost:
         click.echo(f"{lost} leases were lost, {total.noticed} of them with notice")
-    if price_micro is not None:
+    if costs:
         click.echo(REFUND_RULE)
 
 
-def _as_json(a: Account, price_micro: int | None) -> dict[str, object]:
+def _as_json(a: Account, costs: bool) -> dict[str, object]:
     lost = sum(a.losses.values())
     return {
         "name": a.name,
@@ -138,15 +168,16 @@ def _as_json(a: Account, price_micro: int | None) -> dict[str, object]:
         "losses_with_notice": a.noticed,
         "losses_without_notice": lost - a.noticed,
         "refund_gpu_us": a.refund_us,
-        "cost": None if price_micro is None else a.cost_micro / MICRO,
+        "cost": a.cost_micro / MICRO if costs and _priced(a) else None,
+        "unpriced_gpu_us": a.unpriced_us if costs else None,
     }
 
 
-def _print_csv(by: str, rows: list[Account], price_micro: int | None) -> None:
+def _print_csv(by: str, rows: list[Account], costs: bool) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     header: list[str] | None = None
     for a in rows:
-        row = _as_json(a, price_micro) | {"losses": ";".join(f"{k}={v}" for k, v in sorted(a.losses.items()))}
+        row = _as_json(a, costs) | {"losses": ";".join(f"{k}={v}" for k, v in sorted(a.losses.items()))}
         if header is None:
             header = [by, *list(row)[1:]]
             writer.writerow(header)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from sublet.cli.output import json_option, on_terminal, print_json, print_table
+from sublet.cli.sim_jobs import jobs
+from sublet.cli.sim_plot import plot_option, show_plot
+from sublet.cli.sim_policy import policy_option, with_knobs
+from sublet.cli.sim_spot import spot
 from sublet.core.errors import BadInput
 from sublet.core.lease import MAX_TTL_US, MIN_TTL_US
 from sublet.core.values import DAY_US, HOUR_US, format_duration, parse_duration
 from sublet.sim.engine import MOST_GPUS, RESTORE_US, TEARDOWN_US, replay
+from sublet.sim.plots import Panel
 from sublet.sim.report import Figures, figures, seconds
-from sublet.sim.schemes import SCHEMES, with_ttl
+from sublet.sim.schemes import SCHEMES, Order, with_ttl
+from sublet.sim.sizing import advise
 from sublet.sim.workload import COLUMNS, Workload, first_part, read_requests
 
 #: Left out unless asked for: on a long trace it takes minutes, and says only what one rule of ours is worth.
@@ -22,6 +29,10 @@ NOT_BY_DEFAULT = ("fair-ttl",)
 @click.group()
 def sim() -> None:
     """Replay a recorded workload in virtual time, with the decisions of the live system."""
+
+
+sim.add_command(spot)
+sim.add_command(jobs)
 
 
 @sim.command(
@@ -54,6 +65,13 @@ def sim() -> None:
     type=click.FloatRange(0, min_open=True),
     help="Only what arrives in the first days of the trace.",
 )
+@click.option(
+    "--target",
+    default="",
+    help="Also find the fewest GPUs, and the ttl, with which ours has a p95 wait of at most this.",
+)
+@policy_option
+@plot_option
 @json_option
 def studio(
     trace: Path,
@@ -62,6 +80,9 @@ def studio(
     ttl: str,
     restore: str,
     days: float | None,
+    target: str,
+    knobs: tuple[str, ...],
+    plot: Path | None,
     as_json: bool,
 ) -> None:
     ttl_us = parse_duration(ttl, what="ttl")
@@ -78,8 +99,12 @@ def studio(
     for name in dict.fromkeys(chosen):
         if on_terminal() and not as_json:
             click.echo(f"replaying {name} …", err=True)
-        outcome = replay(workload, with_ttl(SCHEMES[name], ttl_us), gpus=gpus, restore_us=restore_us)
+        scheme = with_ttl(SCHEMES[name], ttl_us)
+        if scheme.order is Order.OURS:
+            scheme = replace(scheme, policy=with_knobs(scheme.policy, knobs))
+        outcome = replay(workload, scheme, gpus=gpus, restore_us=restore_us)
         found.append(figures(outcome))
+    advice = advise(workload, parse_duration(target, what="target"), restore_us) if target else None
     if as_json:
         print_json(
             {
@@ -92,10 +117,27 @@ def studio(
                 "restore_us": restore_us,
                 "teardown_us": TEARDOWN_US,
                 "schemes": [f.as_json() for f in found],
+                "advice": advice.as_json() if advice is not None else None,
             }
         )
     else:
         _print(workload, found, gpus, restore_us)
+        if advice is not None:
+            click.echo(f"\n{advice.gpus} GPUs and a ttl of {format_duration(advice.ttl_us)}:")
+            for reason in advice.reasons:
+                click.echo(f"- {reason}")
+    panels = [
+        Panel(
+            title="p95 wait", unit="s", digits=1, bars=tuple((f.scheme, f.wait.p95_us / 1e6) for f in found)
+        ),
+        Panel(
+            title="mean wait of the worst tenant",
+            unit="s",
+            bars=tuple((f.scheme, f.worst_tenant_mean_us / 1e6) for f in found),
+        ),
+        Panel(title="GPU-hours held", unit="h", bars=tuple((f.scheme, f.held_us / HOUR_US) for f in found)),
+    ]
+    show_plot(plot, f"{trace.name} on {gpus} GPUs", panels, as_json)
 
 
 def _print(workload: Workload, found: list[Figures], gpus: int, restore_us: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import click
 
 from sublet.cli.operate import actor
@@ -30,25 +32,44 @@ def _per_day(text: str | None) -> int | None:
 
 
 _PER_DAY = "GPU-hours a day, for example 2 or 0.5, refilled evenly over 24 h; none: no limit."
+_SESSIONS = "Studio sessions open at once;"
+_STORAGE = "Of checkpoints, for example 20GB; none: no limit."
 
 
 def _show(ledger: Ledger, tenants: list[Tenant], as_json: bool) -> None:
     now, half_life = ledger.now(), ledger.policy().half_life_us
     used = {t.name: used_now(t, now, half_life) for t in tenants}
     times = {t.name: ledger.allowance(t.name) if t.gpu_us_per_day else allowance(t, 0, now) for t in tenants}
+    stays = Counter(x.session.tenant for x in ledger.sessions(limit=1_000_000))
     if as_json:
-        print_json([tenant_json(t, used[t.name], times[t.name]) for t in tenants])
+        print_json(
+            [
+                tenant_json(t, used[t.name], times[t.name], stays[t.name], ledger.stored_bytes(t.name))
+                for t in tenants
+            ]
+        )
         return
     print_table(
-        ["TENANT", "WEIGHT", "LEASES", "VRAM", "WAITING", "RECENT GPU TIME", "GPU TIME A DAY"],
+        [
+            "TENANT",
+            "WEIGHT",
+            "LEASES",
+            "VRAM",
+            "WAITING",
+            "SESSIONS",
+            "STORED",
+            "RECENT GPU TIME",
+            "GPU TIME A DAY",
+        ],
         [
             (
                 t.name,
                 t.weight,
                 f"{t.live_leases} of {t.max_leases or '∞'}",
-                f"{format_size(t.live_bytes) if t.live_bytes else '0'} of "
-                f"{format_size(t.max_vram_bytes) if t.max_vram_bytes else '∞'}",
+                _of(t.live_bytes, t.max_vram_bytes),
                 f"{t.waiting} of {t.max_waiting or ledger.policy().tenant_waiting_max}",
+                f"{stays[t.name]} of {t.max_sessions or '∞'}",
+                _of(ledger.stored_bytes(t.name), t.max_storage_bytes),
                 format_duration(used[t.name]),
                 _by_the_day(times[t.name]),
             )
@@ -56,6 +77,10 @@ def _show(ledger: Ledger, tenants: list[Tenant], as_json: bool) -> None:
         ],
         empty="no tenants; 'sublet tenant add NAME' makes one",
     )
+
+
+def _of(size: int, most: int) -> str:
+    return f"{format_size(size) if size else '0'} of {format_size(most) if most else '∞'}"
 
 
 def _by_the_day(time: Allowance) -> str:
@@ -88,6 +113,8 @@ def list_tenants(as_json: bool) -> None:
 @click.option("--max-vram", default=None, help="For example 32GB; none: no limit.")
 @click.option("--max-waiting", default=0, help="0: the policy's limit.")
 @click.option("--gpu-hours-per-day", default=None, help=_PER_DAY)
+@click.option("--sessions", default=0, help=f"{_SESSIONS} 0: no limit.")
+@click.option("--storage", default=None, help=_STORAGE)
 @json_option
 def add(
     name: str,
@@ -96,6 +123,8 @@ def add(
     max_vram: str | None,
     max_waiting: int,
     gpu_hours_per_day: str | None,
+    sessions: int,
+    storage: str | None,
     as_json: bool,
 ) -> None:
     """Add a tenant."""
@@ -108,6 +137,8 @@ def add(
             max_vram_bytes=_limit(max_vram) or 0,
             max_waiting=max_waiting,
             gpu_us_per_day=_per_day(gpu_hours_per_day) or 0,
+            max_sessions=sessions,
+            max_storage_bytes=_limit(storage) or 0,
         ),
         actor=actor(),
     )
@@ -137,13 +168,15 @@ def show(name: str | None, as_json: bool) -> None:
     _show(ledger, [ledger.tenant(name or settings["tenant"])], as_json)
 
 
-@quota.command("set", epilog="Example:  sublet quota set ada --max-vram 48GB --max-leases 4")
+@quota.command("set", epilog="Example:  sublet quota set ada --max-vram 48GB --sessions 3 --storage 20GB")
 @click.argument("name")
 @click.option("--weight", type=int, default=None)
 @click.option("--max-leases", type=int, default=None, help="0: no limit.")
 @click.option("--max-vram", default=None, help="For example 32GB; none: no limit.")
 @click.option("--max-waiting", type=int, default=None, help="0: the policy's limit.")
 @click.option("--gpu-hours-per-day", default=None, help=_PER_DAY)
+@click.option("--sessions", type=int, default=None, help=f"{_SESSIONS} 0: no limit.")
+@click.option("--storage", default=None, help=_STORAGE)
 @json_option
 def change(
     name: str,
@@ -152,12 +185,16 @@ def change(
     max_vram: str | None,
     max_waiting: int | None,
     gpu_hours_per_day: str | None,
+    sessions: int | None,
+    storage: str | None,
     as_json: bool,
 ) -> None:
     """Change a tenant's quota or weight. Live leases keep what they have."""
-    if all(v is None for v in (weight, max_leases, max_vram, max_waiting, gpu_hours_per_day)):
+    asked = (weight, max_leases, max_vram, max_waiting, gpu_hours_per_day, sessions, storage)
+    if all(v is None for v in asked):
         raise BadInput(
-            "nothing to change: give --weight, --max-leases, --max-vram, --max-waiting or --gpu-hours-per-day"
+            "nothing to change: give --weight, --max-leases, --max-vram, --max-waiting, --gpu-hours-per-day, --sessions "
+            "or --storage"
         )
     ledger = open_ledger(load_settings())
     changed = ledger.set_tenant(
@@ -168,5 +205,7 @@ def change(
         max_vram_bytes=_limit(max_vram),
         max_waiting=max_waiting,
         gpu_us_per_day=_per_day(gpu_hours_per_day),
+        max_sessions=sessions,
+        max_storage_bytes=_limit(storage),
     )
     _show(ledger, [changed], as_json)

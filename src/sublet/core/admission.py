@@ -4,46 +4,47 @@ Rules of this file:
 - `admit` answers one new request; `place` walks the waitlist. Both read a `View` and write nothing.
 - Order of the waitlist: tier, then tenants that are not cooling down, then tenants below their fair share, then
   least decayed use per weight less what the wait has earned, then who came first.
-- Somebody who does not fit yet lets smaller requests pass for a while; after `backfill_patience_us` devices are
+- A decision looks at the first of each line, and at no more of the pool than it needs: what it costs grows with the logarithm of the devices.
+- Somebody who does not fit yet lets smaller requests pass for a while (`patience_us`); after it devices are
   kept for the first such one, so that neither a gang nor a whole-device request starves (T3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush, nsmallest
 
-from sublet.core.allowance import least_rate, paid, payable_us, rate_on, used_up
-from sublet.core.device import (
-    Device,
-    DeviceState,
-    Exclusivity,
-    Resident,
-    Shape,
-    Slice,
-    could_ever_fit,
-    fit,
-    join,
-    largest_smaller,
-    occupy,
-)
+from sublet.core.allowance import paid, payable_us, used_up
+from sublet.core.device import Exclusivity, Resident, Shape, Slice, join, occupy
 from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, Refused, WaitlistFull
 from sublet.core.lease import HOLDING, Lease, LeaseState, Request, Tier
 from sublet.core.policy import Policy
+from sublet.core.pool import Pool, View
 from sublet.core.preemption import protected_us
-from sublet.core.tenancy import Tenant, never_within_quota, over_quota, used_now
+from sublet.core.tenancy import Tenant, never_within_quota, over_quota, rate_of, tenant_changed
 from sublet.core.values import format_duration, format_size
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """All a decision may look at. `leases` hold slices (a held offer too), `waiters` are in state waiting."""
-
-    devices: tuple[Device, ...]
-    leases: tuple[Lease, ...] = ()
-    waiters: tuple[Lease, ...] = ()
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    policy: Policy = field(default_factory=Policy)
+__all__ = [
+    "Grant",
+    "Offer",
+    "Order",
+    "Pool",
+    "Refusal",
+    "View",
+    "Wait",
+    "Walk",
+    "admit",
+    "expect",
+    "fair_shares",
+    "hold_cap_of",
+    "in_order",
+    "known_end",
+    "patience_us",
+    "place",
+    "tier_now",
+    "why_waiting",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,129 +86,258 @@ def hold_cap_of(request: Request, policy: Policy) -> int:
 
 
 def tier_now(waiter: Lease, policy: Policy, now: int) -> int:
-    """The tier's rank, one better for each `promote_after_us` waited: no tier starves another for ever."""
-    waited = max(0, now - waiter.joined_at)
-    return waiter.request.tier.rank - waited // max(1, policy.promote_after_us)
+    """The tier's rank, one better for each `rises_after_us` waited: no tier starves another for ever."""
+    rank = waiter.request.tier.rank
+    return rank - max(0, now - waiter.joined_at) // max(1, policy.rises_after_us(rank))
 
 
-def fair_shares(view: View, now: int, names: Iterable[str] | None = None) -> dict[str, tuple[bool, int]]:
+def patience_us(request: Request, policy: Policy) -> int:
+    """How long a request that does not fit lets smaller ones pass. Keeping devices for a gang leaves many idle for long, and its job is in no hurry."""
+    if request.count > 1 and request.tier is not Tier.INTERACTIVE:
+        return max(policy.backfill_patience_us, policy.gang_patience_us)
+    return policy.backfill_patience_us
+
+
+def fair_shares(
+    view: View | Pool, now: int, names: Iterable[str] | None = None
+) -> dict[str, tuple[bool, int]]:
     """For each tenant, or each of `names`: is it above its share, and its decayed use per weight."""
-    used = {n: used_now(t, now, view.policy.half_life_us) for n, t in view.tenants.items()}
-    total_used = sum(used.values())
-    total_weight = sum([t.weight for t in view.tenants.values()]) or 1
-    shares: dict[str, tuple[bool, int]] = {}
-    for name in view.tenants if names is None else names:
-        tenant = view.tenants.get(name)
-        if tenant is not None:
-            above = used[name] * total_weight > total_used * tenant.weight
-            shares[name] = (above, used[name] * 100 // max(1, tenant.weight))
-    return shares
+    pool = view.pool()
+    wanted = pool.tenants if names is None else names
+    return {name: pool.shares.of(pool.tenants[name], now) for name in wanted if name in pool.tenants}
 
 
 Rank = tuple[int, bool, bool, int, int, str]
 
 
-def rank(waiter: Lease, shares: Mapping[str, tuple[bool, int]], view: View, now: int) -> Rank:
-    above, used = shares.get(waiter.tenant, (False, 0))
-    tenant = view.tenants.get(waiter.tenant)
+def rank(waiter: Lease, share: tuple[bool, int], pool: Pool, now: int) -> Rank:
+    above, used = share
+    tenant = pool.tenants.get(waiter.tenant)
     waited = max(0, now - waiter.joined_at)
     return (
-        tier_now(waiter, view.policy, now),
+        tier_now(waiter, pool.policy, now),
         bool(tenant and tenant.cooldown_until > now),
         above,
-        used - waited * view.policy.aging_per_1000 // 1000,
+        used - waited * pool.policy.aging_per_1000 // 1000,
         waiter.joined_at,
         waiter.id,
     )
 
 
-def in_order(view: View, now: int) -> list[Lease]:
-    if len(view.waiters) < 2:
-        return list(view.waiters)  # nobody to compare with: what every tenant has used need not be known
-    shares = fair_shares(view, now, [w.tenant for w in view.waiters])
-    return sorted(view.waiters, key=lambda w: rank(w, shares, view, now))
+class Order:
+    """The waitlist in order, worked out as far as somebody looks. Only the first of each line (`core.pool.Line`) is compared with the others.
+
+    Whoever walks along it may `pass_over` the line of the waiter it was just given, and `come_back` to all such lines: who stood in them
+    before the place it has reached is not given any more."""
+
+    def __init__(self, pool: Pool, now: int) -> None:
+        self._pool, self._now = pool, now
+        self._begun = False
+        self._ahead: list[tuple[Rank, tuple[bool, int], Iterator[tuple[int, str]]]] = []
+        self._passed: list[tuple[tuple[bool, int], Iterator[tuple[int, str]]]] = []
+        self._reached: Rank | None = None
+        self._left: tuple[tuple[bool, int], Iterator[tuple[int, str]]] | None = None
+
+    def _begin(self) -> None:
+        self._begun = True
+        pool = self._pool
+        shares: dict[str, tuple[bool, int]] = {}
+        for (name, *_), line in pool.lines.items():
+            if name not in shares:
+                # With nobody to compare with, what every tenant has used need not be known.
+                tenant = pool.tenants.get(name) if len(pool.lines) > 1 else None
+                shares[name] = pool.shares.of(tenant, self._now) if tenant is not None else (False, 0)
+            self._next_of(shares[name], iter(line))
+
+    def __iter__(self) -> Iterator[Lease]:
+        if not self._begun:
+            self._begin()
+        while True:
+            if self._left is not None:
+                self._next_of(*self._left)
+                self._left = None
+            if not self._ahead:
+                return
+            self._reached, share, line = heappop(self._ahead)
+            self._left = share, line
+            yield self._pool.waiters[self._reached[-1]]
+
+    def pass_over(self) -> None:
+        if self._left is not None:
+            self._passed.append(self._left)
+            self._left = None
+
+    def come_back(self) -> None:
+        for share, line in self._passed:
+            self._next_of(share, line)
+        self._passed.clear()
+
+    def _next_of(self, share: tuple[bool, int], line: Iterator[tuple[int, str]]) -> None:
+        for _, name in line:
+            ranked = rank(self._pool.waiters[name], share, self._pool, self._now)
+            if self._reached is None or ranked > self._reached:
+                heappush(self._ahead, (ranked, share, line))
+                return
 
 
-def why_waiting(waiter: Lease, view: View, now: int) -> str:
+def in_order(view: View | Pool, now: int) -> list[Lease]:
+    return list(Order(view.pool(), now))
+
+
+def why_waiting(waiter: Lease, view: View | Pool, now: int) -> str:
     """The one thing that keeps this request from starting, in the user's words."""
+    pool = view.pool()
+    rooms = pool.rooms
     shape = waiter.request.shape()
-    tenant = view.tenants.get(waiter.tenant)
+    tenant = pool.tenants.get(waiter.tenant)
     if tenant is not None:
-        quota = over_quota(
-            tenant, _least_bytes(waiter.request, [(d.host, d.capacity_bytes) for d in view.devices])
-        )
-        quota = quota or used_up(tenant, waiter.request, least_rate(waiter.request, view.devices), now)
+        quota = over_quota(tenant, rooms.least_bytes(waiter.request, lost_too=True))
+        quota = quota or used_up(tenant, waiter.request, rooms.least_rate(waiter.request), now)
         if quota:
             return f"quota: {quota}"
-    ready = [
-        d for d in view.devices if d.state is DeviceState.READY and (not shape.host or d.host == shape.host)
-    ]
-    roomy = [d for d in ready if d.free_bytes >= shape.vram_bytes]
-    if len(roomy) >= shape.count:
+    roomy = rooms.roomy(shape)
+    if roomy >= shape.count:
         return f"exclusivity: {shape.exclusivity.value} cannot share a device with the leases on it"
-    most = max((d.free_bytes for d in ready), default=0)
     if shape.count > 1:
         return (
-            f"resources: needs {shape.count} × {format_size(shape.vram_bytes)}, "
-            f"{len(roomy)} such devices are free"
+            f"resources: needs {shape.count} × {format_size(shape.vram_bytes)}, {roomy} such devices are free"
         )
+    most = rooms.most_free(shape.host)
     free = f"the most free is {format_size(most)}" if most else "nothing is free"
     return f"resources: needs {format_size(shape.vram_bytes)}, {free}"
 
 
-@dataclass(slots=True)
-class _Room:
-    """The pool as `place` fills it: a scratch copy, local to one call."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A waiter that gets something: all it asked for, less, or less for a while to think about."""
 
-    devices: dict[str, Device]
-    tenants: dict[str, Tenant]
-    kept: set[str]
-    policy: Policy
-    now: int
+    waiter: Lease
+    slices: tuple[Slice, ...]
+    vram_bytes: int
+    offered: bool = False
 
-    def take(self, lease: Lease, slices: Sequence[Slice]) -> None:
-        request = lease.request
-        for s in slices:
-            self.devices[s.device_id] = join(
-                self.devices[s.device_id], Resident(request.tenant, request.exclusivity, s.vram_bytes)
+    def decision(self, view: View | Pool, now: int) -> Grant | Offer:
+        waiter, asked, given = self.waiter, self.waiter.request.vram_bytes, self.vram_bytes
+        if self.offered:
+            return Offer(
+                lease_id=waiter.id,
+                slices=self.slices,
+                vram_bytes=given,
+                until=now + view.policy.offer_hold_us,
+                reason=f"{format_size(given)} is free now; {why_waiting(waiter, view, now)}",
             )
-        tenant = self.tenants.get(request.tenant)
-        if tenant is not None:
-            capacities = {d: device.capacity_bytes for d, device in self.devices.items()}
-            tenant = _paying(tenant, request, rate_on(request.exclusivity, slices, capacities), self)
-            self.tenants[request.tenant] = replace(
-                tenant,
-                live_leases=tenant.live_leases + 1,
-                live_bytes=tenant.live_bytes + sum(s.vram_bytes for s in slices),
-            )
-
-    def open_devices(self) -> Iterable[Device]:
-        return (d for d in self.devices.values() if d.id not in self.kept)
-
-    def keep_for(self, shape: Shape) -> None:
-        """Set aside the devices nearest to having room, for the first who does not fit and for nobody after."""
-        if self.kept:
-            return
-        near = sorted(
-            (
-                d
-                for d in self.open_devices()
-                if d.state is DeviceState.READY
-                and d.capacity_bytes >= shape.vram_bytes
-                and (not shape.host or d.host == shape.host)
-            ),
-            key=lambda d: (-d.free_bytes, d.id),
+        return Grant(
+            lease_id=waiter.id,
+            slices=self.slices,
+            vram_bytes=given,
+            reason=f"first in order after waiting {format_duration(now - waiter.joined_at)}"
+            if given == asked
+            else f"{format_size(given)} now rather than {format_size(asked)} later",
         )
-        if len(near) >= shape.count:
-            self.kept.update(d.id for d in near[: shape.count])
 
 
-def _paying(tenant: Tenant, request: Request, rate_ppm: int, room: _Room) -> Tenant:
+class Walk:
+    """Along the waitlist, handing out what is free. Changes the pool: call it in `Pool.scratch`."""
+
+    def __init__(self, pool: Pool, now: int) -> None:
+        self._pool, self._now = pool, now
+        self._tenants: dict[str, Tenant] = {}  # as they are after what this walk has given
+        self._kept: set[str] = set()
+        self._no_room: set[tuple[object, ...]] = set()  # shapes that did not fit; room only gets less
+        self._out_of_room = False  # for the one that was given nothing last, and all who ask for the same
+
+    def run(self, order: Order, *, until: str = "") -> list[Placed]:
+        """`until`: nobody behind this one is asked for."""
+        placed: list[Placed] = []
+        if self._full():
+            return placed  # who would be first need not be known
+        for waiter in order:
+            if self._full():
+                break
+            found = self._give(waiter)
+            if found is not None:
+                self._take(found)
+                placed.append(found)
+            elif self._out_of_room:
+                order.pass_over()
+            if waiter.id == until:
+                break
+        return placed
+
+    def _full(self) -> bool:
+        """For everybody who waits."""
+        return self._pool.rooms.most_free() < self._pool.smallest_wanted()
+
+    def _give(self, waiter: Lease) -> Placed | None:
+        request, now, rooms = waiter.request, self._now, self._pool.rooms
+        self._out_of_room = False
+        if waiter.offer_until > now:
+            return None  # it already holds an offer
+        tenant = self._tenants.get(waiter.tenant) or self._pool.tenants.get(waiter.tenant)
+        wanted = _within_quota(request, tenant) if tenant is not None else 0
+        if tenant is None or not wanted:
+            return None  # blocked by its own quota: it must not hold anything back from others
+        if tenant.gpu_us_per_day and used_up(tenant, request, rooms.least_rate(request), now):
+            return None
+        shape = request.shape(wanted)
+        asks_less = bool(request.least_bytes or request.wants_offers)
+        fruitless = (as_asked(shape), request.least_bytes, asks_less)
+        if fruitless not in self._no_room:
+            slices = rooms.fit(shape, self._kept)
+            if slices is not None and over_quota(tenant, sum(s.vram_bytes for s in slices)):
+                return None  # a whole device is more than was asked for, and counts whole
+            if slices is not None and wanted == request.vram_bytes:
+                return Placed(waiter, slices, wanted)
+            smaller = wanted if slices is not None else 0
+            if not smaller and asks_less:
+                smaller = rooms.largest_smaller(shape, request.least_bytes, self._kept)
+            less = rooms.fit(request.shape(smaller), self._kept) if smaller else None
+            if less is not None and request.least_bytes and not request.wants_offers:
+                return Placed(waiter, less, smaller)
+            if less is not None and not waiter.offer_until:
+                return Placed(waiter, less, smaller, offered=True)
+            if less is None:
+                self._no_room.add(fruitless)
+        self._out_of_room = fruitless in self._no_room
+        if not self._kept and self._has_waited_enough(request, shape, now - waiter.joined_at):
+            self._kept.update(rooms.nearest(shape))  # for the first who does not fit, and for nobody after
+        return None
+
+    def _has_waited_enough(self, request: Request, shape: Shape, waited_us: int) -> bool:
+        """For devices to be kept for it. What is being left anyway is kept sooner: nobody is told to go for a gang and then finds others in its place."""
+        policy = self._pool.policy
+        if waited_us < policy.backfill_patience_us:
+            return False
+        return waited_us >= patience_us(request, policy) or self._pool.enough_is_left(shape)
+
+    def _take(self, placed: Placed) -> None:
+        request, devices = placed.waiter.request, self._pool.devices
+        rate = 0
+        for s in placed.slices:
+            device = devices[s.device_id]
+            rate += rate_of(request.exclusivity, s.vram_bytes, device.capacity_bytes)
+            self._pool.set_device(join(device, Resident(request.tenant, request.exclusivity, s.vram_bytes)))
+        tenant = self._tenants.get(request.tenant) or self._pool.tenants[request.tenant]
+        tenant = _paying(tenant, request, rate, self._pool.policy, self._now)
+        self._tenants[request.tenant] = tenant_changed(
+            tenant,
+            live_leases=tenant.live_leases + 1,
+            live_bytes=tenant.live_bytes + sum(s.vram_bytes for s in placed.slices),
+        )
+
+
+def as_asked(shape: Shape) -> tuple[object, ...]:
+    """Whose it is decides nothing where nobody else may be."""
+    tenant = "" if shape.exclusivity is Exclusivity.DEVICE else shape.tenant
+    return tenant, shape.vram_bytes, shape.count, shape.exclusivity.value, shape.host
+
+
+def _paying(tenant: Tenant, request: Request, rate_ppm: int, policy: Policy, now: int) -> Tenant:
     """What is left after a waiter's grant: it pays until it has to be taken up, and for the rest when it is."""
-    most = payable_us(tenant, rate_ppm, room.now)
+    most = payable_us(tenant, rate_ppm, now)
     if most is None:
         return tenant
-    return paid(tenant, rate_ppm, min(most, request.ttl_us, room.policy.claim_us), room.now)
+    return paid(tenant, rate_ppm, min(most, request.ttl_us, policy.claim_us), now)
 
 
 def _within_quota(request: Request, tenant: Tenant) -> int:
@@ -219,69 +349,15 @@ def _within_quota(request: Request, tenant: Tenant) -> int:
     return (tenant.max_vram_bytes - tenant.live_bytes) // request.count
 
 
-def place(view: View, now: int, order: Sequence[Lease] | None = None) -> list[Grant | Offer]:
-    """Walk the waitlist in order and hand out what is free. `order` is `in_order` of this view, if it is known already."""
-    room = _Room({d.id: d for d in view.devices}, dict(view.tenants), set(), view.policy, now)
-    placed: list[Grant | Offer] = []
-    for waiter in in_order(view, now) if order is None else order:
-        if waiter.offer_until > now:
-            continue  # it already holds an offer
-        request = waiter.request
-        tenant = room.tenants.get(waiter.tenant)
-        wanted = _within_quota(request, tenant) if tenant is not None else 0
-        if tenant is None or not wanted:
-            continue  # blocked by its own quota: it must not hold anything back from others
-        if used_up(tenant, request, least_rate(request, view.devices), now):
-            continue
-        shape = request.shape(wanted)
-        slices = fit(shape, room.open_devices())
-        if slices is not None and over_quota(tenant, sum(s.vram_bytes for s in slices)):
-            continue  # a whole device is more than was asked for, and counts whole
-        waited = format_duration(now - waiter.joined_at)
-        if slices is not None and wanted == request.vram_bytes:
-            room.take(waiter, slices)
-            placed.append(
-                Grant(
-                    lease_id=waiter.id,
-                    slices=slices,
-                    vram_bytes=request.vram_bytes,
-                    reason=f"first in order after waiting {waited}",
-                )
-            )
-            continue
-        smaller = wanted if slices is not None else 0
-        if not smaller and (request.least_bytes or request.wants_offers):
-            smaller = largest_smaller(shape, room.open_devices(), request.least_bytes)
-        smaller_slices = fit(request.shape(smaller), room.open_devices()) if smaller else None
-        if smaller_slices is not None and request.least_bytes and not request.wants_offers:
-            room.take(waiter, smaller_slices)
-            placed.append(
-                Grant(
-                    lease_id=waiter.id,
-                    slices=smaller_slices,
-                    vram_bytes=smaller,
-                    reason=f"{format_size(smaller)} now rather than {format_size(request.vram_bytes)} later",
-                )
-            )
-            continue
-        if smaller_slices is not None and not waiter.offer_until:
-            room.take(waiter, smaller_slices)
-            placed.append(
-                Offer(
-                    lease_id=waiter.id,
-                    slices=smaller_slices,
-                    vram_bytes=smaller,
-                    until=now + view.policy.offer_hold_us,
-                    reason=f"{format_size(smaller)} is free now; {why_waiting(waiter, view, now)}",
-                )
-            )
-            continue
-        if now - waiter.joined_at >= view.policy.backfill_patience_us:
-            room.keep_for(shape)
-    return placed
+def place(view: View | Pool, now: int) -> list[Grant | Offer]:
+    """Walk the waitlist in order and hand out what is free."""
+    pool = view.pool()
+    with pool.scratch():
+        placed = Walk(pool, now).run(Order(pool, now))
+    return [p.decision(pool, now) for p in placed]
 
 
-def known_end(lease: Lease, view: View, waiter: Lease, now: int) -> int | None:
+def known_end(lease: Lease, view: View | Pool, waiter: Lease, now: int) -> int | None:
     """When this lease will make room for that waiter at the latest, if anything bounds it."""
     policy = view.policy
     if lease.state is LeaseState.REVOKING:
@@ -300,69 +376,83 @@ def known_end(lease: Lease, view: View, waiter: Lease, now: int) -> int | None:
 
 
 def expect(
-    waiter: Lease, view: View, now: int, *, horizon: int = 256, order: list[Lease] | None = None
+    waiter: Lease,
+    view: View | Pool,
+    now: int,
+    *,
+    horizon: int = 256,
 ) -> Wait:
-    """Position, and the moment at which the leases whose end is known would have made room. `order` as in `place`."""
-    order = in_order(view, now) if order is None else order
-    position = next((i for i, w in enumerate(order, 1) if w.id == waiter.id), len(order) + 1)
-    reason = why_waiting(waiter, view, now)
-    ends = sorted(
-        (end, lease.id, lease)
-        for lease in view.leases
-        if lease.holds_slices and (end := known_end(lease, view, waiter, now)) is not None
-    )[:horizon]
-    residents: dict[str, list[tuple[str, Resident]]] = {d.id: [] for d in view.devices}
-    for lease in view.leases:
-        if lease.holds_slices:
+    """Position, and the moment at which the leases whose end is known would have made room. A forecast for
+    people: it looks at every lease, and no decision waits for it."""
+    pool = view.pool()
+    queue: list[Lease] = []
+    for w in Order(pool, now):
+        queue.append(w)
+        if w.id == waiter.id:
+            break
+    else:
+        queue.append(waiter)
+    position = len(queue)
+    reason = why_waiting(waiter, pool, now)
+    ends = nsmallest(
+        horizon,
+        (
+            (end, lease.id, lease)
+            for lease in pool.leases.values()
+            if lease.holds_slices and (end := known_end(lease, pool, waiter, now)) is not None
+        ),
+    )
+    if not ends:
+        return Wait(position=position, eta_us=None, reason=reason)
+    gone: set[str] = set()
+    joined: dict[str, list[tuple[str, Resident]]] = {}
+    with pool.scratch():
+        for end, lease_id, lease in ends:
+            gone.add(lease_id)
             for s in lease.slices:
-                residents.setdefault(s.device_id, []).append(
-                    (lease.id, Resident(lease.tenant, lease.request.exclusivity, s.vram_bytes))
-                )
-    devices = {d.id: d for d in view.devices}
-    queue = order[:position] if position <= len(order) else [*order, waiter]
-    for end, lease_id, lease in ends:
-        for s in lease.slices:
-            residents[s.device_id] = [r for r in residents[s.device_id] if r[0] != lease_id]
-            if s.device_id in devices:
-                devices[s.device_id] = occupy(devices[s.device_id], [r for _, r in residents[s.device_id]])
-        still: list[Lease] = []
-        for w in queue:
-            slices = fit(w.request.shape(), devices.values())
-            if slices is None:
-                still.append(w)
-                continue
-            if w.id == waiter.id:
-                return Wait(position=position, eta_us=max(0, end - now), reason=reason)
-            for s in slices:
-                resident = Resident(w.tenant, w.request.exclusivity, s.vram_bytes)
-                residents[s.device_id].append((w.id, resident))
-                devices[s.device_id] = join(devices[s.device_id], resident)
-        queue = still
+                device = pool.devices.get(s.device_id)
+                if device is not None:
+                    # Who took an offer in this forecast has left with it.
+                    new = [x for x in joined.get(s.device_id, ()) if x[0] != lease_id]
+                    joined[s.device_id] = new
+                    residents = [
+                        Resident(x.tenant, x.request.exclusivity, t.vram_bytes)
+                        for x in pool.on(s.device_id)
+                        if x.id not in gone
+                        for t in x.slices
+                        if t.device_id == s.device_id
+                    ]
+                    pool.set_device(occupy(device, [*residents, *(r for _, r in new)]))
+            still: list[Lease] = []
+            no_room: set[tuple[object, ...]] = set()
+            for w in queue:
+                shape = w.request.shape()
+                slices = pool.rooms.fit(shape) if (asked := as_asked(shape)) not in no_room else None
+                if slices is None:
+                    still.append(w)
+                    no_room.add(asked)
+                    continue
+                if w.id == waiter.id:
+                    return Wait(position=position, eta_us=max(0, end - now), reason=reason)
+                for s in slices:
+                    resident = Resident(w.tenant, w.request.exclusivity, s.vram_bytes)
+                    joined.setdefault(s.device_id, []).append((w.id, resident))
+                    pool.set_device(join(pool.devices[s.device_id], resident))
+            queue = still
     return Wait(position=position, eta_us=None, reason=reason)
 
 
-def _least_bytes(request: Request, capacities: Sequence[tuple[str, int]]) -> int:
-    """The least a grant of this request would count for. Whole devices count whole."""
-    each = request.least_bytes or request.vram_bytes
-    if request.exclusivity is not Exclusivity.DEVICE:
-        return each * request.count
-    fitting = sorted(c for h, c in capacities if c >= each and request.host in ("", h))
-    return sum(fitting[: request.count])
-
-
-def refusal(request: Request, tenant: Tenant, view: View, waiting: int) -> Refusal | None:
+def refusal(request: Request, tenant: Tenant, view: View | Pool, waiting: int) -> Refusal | None:
     """Reasons to say no at once, waiting or not."""
-    capacities = [(d.host, d.capacity_bytes) for d in view.devices if d.state is not DeviceState.LOST]
-    if not could_ever_fit(request.shape(request.least_bytes or request.vram_bytes), capacities):
-        largest = max((c for _, c in capacities), default=0)
-        have = (
-            f"{len(capacities)} device(s), the largest {format_size(largest)}" if capacities else "no device"
-        )
+    rooms = view.pool().rooms
+    if not rooms.could_ever_fit(request.shape(request.least_bytes or request.vram_bytes)):
+        count, largest = rooms.not_lost()
+        have = f"{count} device(s), the largest {format_size(largest)}" if count else "no device"
         return Refusal(
             error=NeverFits,
             reason=f"{request.count} × {format_size(request.vram_bytes)} never fits: the pool has {have}",
         )
-    least = _least_bytes(request, capacities)
+    least = rooms.least_bytes(request, lost_too=False)
     if never_within_quota(tenant, least):
         return Refusal(
             error=QuotaReached,
@@ -382,23 +472,28 @@ def refusal(request: Request, tenant: Tenant, view: View, waiting: int) -> Refus
     return None
 
 
-def admit(newcomer: Lease, view: View, now: int) -> Grant | Offer | Wait | Refusal:
-    """Answer one new request against the whole waitlist: nobody ahead in order is passed unfairly."""
-    tenant = view.tenants[newcomer.tenant]
-    no = refusal(newcomer.request, tenant, view, len(view.waiters))
+def admit(
+    newcomer: Lease, view: View | Pool, now: int, *, forecast: bool = True
+) -> Grant | Offer | Wait | Refusal:
+    """Answer one new request against the whole waitlist: nobody ahead in order is passed unfairly. Without `forecast` a wait has no
+    position (0) and no ETA: both take a walk over who waits and who holds."""
+    pool = view.pool()
+    no = refusal(newcomer.request, pool.tenants[newcomer.tenant], pool, len(pool.waiters))
     if no is not None:
         return no
-
-    joined = replace(view, waiters=(*view.waiters, newcomer))
-    order = in_order(joined, now)
-    for decision in place(joined, now, order):
-        if decision.lease_id == newcomer.id:
-            if newcomer.request.wait_us == 0 and isinstance(decision, Offer):
-                break
+    with pool.scratch():
+        pool.set_waiter(newcomer)
+        with pool.scratch():
+            placed = Walk(pool, now).run(Order(pool, now), until=newcomer.id)
+        mine = next((p for p in placed if p.waiter.id == newcomer.id), None)
+        if mine is not None and not (newcomer.request.wait_us == 0 and mine.offered):
+            decision = mine.decision(pool, now)
             if isinstance(decision, Grant) and decision.vram_bytes == newcomer.request.vram_bytes:
                 return replace(decision, reason="capacity is free")
             return decision
-    expected = expect(newcomer, joined, now, order=order)
+        if not forecast and newcomer.request.wait_us != 0:
+            return Wait(position=0, eta_us=None, reason=why_waiting(newcomer, pool, now))
+        expected = expect(newcomer, pool, now)
     if newcomer.request.wait_us == 0:
         quota = expected.reason.startswith("quota:")
         return Refusal(error=QuotaReached if quota else NoCapacity, reason=expected.reason)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,15 @@ class Manifest:
     chunks: tuple[ChunkEntry, ...]
     size: int  # of the arena
     tenant: str = ""  # whose job it is: a lost ledger is rebuilt from this
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of its chunks, as large as they are in the state."""
+        return sum(c.span.size for c in self.chunks)
+
+    def added_bytes(self, before: Collection[str]) -> int:
+        """Of those in packs that the state before did not need."""
+        return sum(c.span.size for c in self.chunks if c.pack not in before)
 
     def to_bytes(self) -> bytes:
         packs = sorted({c.pack for c in self.chunks})

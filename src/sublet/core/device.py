@@ -10,10 +10,11 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from sublet.core.errors import BadInput, InvariantBroken
+from sublet.core.records import copier
 
 
 class Exclusivity(Enum):
@@ -90,6 +91,9 @@ class Device:
         if exclusivity is Exclusivity.SESSION or self.session_leases:
             return self.sole_tenant == tenant
         return True
+
+
+_changed = copier(Device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ def occupy(device: Device, residents: Sequence[Resident]) -> Device:
     if used > device.capacity_bytes:
         raise InvariantBroken(f"device {device.id} is overcommitted: {used} of {device.capacity_bytes}")
     tenants = sorted({r.tenant for r in residents})
-    return replace(
+    return _changed(
         device,
         free_bytes=device.capacity_bytes - used,
         leases=len(residents),
@@ -203,7 +207,7 @@ def join(device: Device, resident: Resident) -> Device:
             f"device {device.id} has {device.free_bytes} bytes free, not {resident.vram_bytes}"
         )
     alone = device.sole_tenant in ("", resident.tenant)
-    return replace(
+    return _changed(
         device,
         free_bytes=device.free_bytes - resident.vram_bytes,
         leases=device.leases + 1,

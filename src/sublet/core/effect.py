@@ -115,10 +115,14 @@ class Commit:
     first: int = 0  # 0: only `step`
     starts: bool = False  # the job may begin at this step: its earlier ones are somebody else's
     effects: tuple[Done, ...] = ()
+    new_bytes: int = 0  # what it stores that the version before had not
+    whole_bytes: int = 0  # all of its state; 0: it is kept elsewhere
 
     def __post_init__(self) -> None:
         check_key(self.key)
         check_key(self.fingerprint, what="fingerprint")
+        if not 0 <= self.new_bytes <= self.whole_bytes:
+            raise BadInput("what a version adds is a part of what it is")
         check_key(self.digest, what="digest")
         if self.step < 1:
             raise BadInput(f"step {self.step} is not a step: the first one is 1")

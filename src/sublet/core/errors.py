@@ -153,6 +153,13 @@ class WaitTimedOut(Refused):
     remedy = "wait longer, ask for less, or use a higher tier"
 
 
+class TooMany(Refused):
+    """More requests came than one tenant or address may send; nothing was done."""
+
+    code = "too_many"
+    remedy = "wait as long as Retry-After says, then try again"
+
+
 class BlockHeld(Refused):
     """Somebody holds this block; nothing was changed."""
 
@@ -214,6 +221,13 @@ class HeadMoved(Stale):
     def __init__(self, message: str = "", *, version: int = 0, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.version = version
+
+
+class Elsewhere(Stale):
+    """The session lives on another host than the one that was asked; nothing was done."""
+
+    code = "elsewhere"
+    remedy = "ask the service of that host: the message names it"
 
 
 class EffectBusy(Stale):
@@ -323,6 +337,13 @@ class CompileFailed(BadInput):
     remedy = "correct the source; the compiler's log is in the message"
 
 
+class NotPlaced(DeviceFault):
+    """No node could start the worker; nothing was run, and nothing is held."""
+
+    code = "not_placed"
+    remedy = "retry: another node is taken; 'sublet doctor' shows which nodes answer"
+
+
 class Disconnected(SubletError):
     """The ledger could not be reached, so nothing is assumed to be held."""
 
@@ -379,6 +400,13 @@ class TokenRevoked(Unauthorized):
 
     code = "token_revoked"
     remedy = "use the token that replaced it, or ask the operator for a new one: sublet tenant token add NAME"
+
+
+class Forbidden(Unauthorized):
+    """The token is good, but not for this; nothing was read or changed."""
+
+    code = "forbidden"
+    remedy = "an operator's token opens it: sublet tenant token add NAME --scope operator"
 
 
 class InvariantBroken(SubletError):

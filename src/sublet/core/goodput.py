@@ -7,18 +7,20 @@ Rules of this file:
   not fit between two commits belongs to the time before them, and never to more time than was held.
 - Wasted is the time after the last commit of a lease that was lost. Of a lease still held it is not known yet: that is open.
 - Time before the grant is nobody's: who waits holds nothing.
-- Refunded is what was wasted because the lease was taken back (`REFUNDED`): whoever commits often gets little back and loses little.
+- Refunded is what was wasted because the lease was taken back (`REFUNDED`): whoever commits often gets little back and loses little. A
+  spot lease preempted before anything was committed gets its last minutes back, and no more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from sublet.core.lease import EndReason, Lease, LeaseState
+from sublet.core.lease import EndReason, Lease, LeaseState, Tier
 from sublet.core.meter import billed_until
-from sublet.core.values import DAY_US, HOUR_US
+from sublet.core.price import Tariff
+from sublet.core.values import DAY_US, HOUR_US, MINUTE_US
 
 #: Ends nobody holding the lease asked for.
 LOSSES = (
@@ -35,8 +37,11 @@ LOSSES = (
 REFUNDED = (EndReason.PREEMPTED, EndReason.REVOKED, EndReason.HOLD_CAP, EndReason.DEVICE_LOST)
 REFUND_RULE = (
     "refunded: time since the last commit of leases taken back by the system (preempted, revoked, hold_cap, device_lost), "
-    "of jobs that commit steps"
+    "of jobs that commit; of a spot lease preempted before anything was committed, its last five minutes"
 )
+#: Whoever takes a GPU on spot has agreed to lose it, not to pay for what could not be finished. As for choosing who is preempted
+#: (`Policy.neutral_work_us`), one that never committed counts as if it last did so five minutes ago: not committing must not pay.
+SPOT_REFUND_US = 5 * MINUTE_US
 #: Price is in millionths per GPU-hour.
 MICRO = 1_000_000
 
@@ -88,6 +93,7 @@ class Account:
     other_us: int = 0
     refund_us: int = 0
     cost_micro: int = 0
+    unpriced_us: int = 0  # held, of what has no price
     commits: int = 0
     steps: int = 0
     leases: set[str] = field(default_factory=set)
@@ -109,7 +115,11 @@ class Account:
             return None
         return gaps[middle] if len(gaps) % 2 else (gaps[middle - 1] + gaps[middle]) // 2
 
-    def add(self, part: Stretch, price_micro: int) -> None:
+    def add(self, part: Stretch, cost_micro: int | None) -> None:
+        if cost_micro is None:
+            self.unpriced_us += part.held_us
+        else:
+            self.cost_micro += cost_micro
         self.held_us += part.held_us
         self.useful_us += part.useful_us
         self.overhead_us += part.overhead_us
@@ -117,7 +127,6 @@ class Account:
         self.open_us += part.open_us
         self.other_us += part.other_us
         self.refund_us += part.refund_us
-        self.cost_micro += cost_micro(part.held_us - part.refund_us, price_micro)
         self.commits += part.commits
         self.steps += part.steps
         self.leases.add(part.lease)
@@ -184,7 +193,8 @@ def _cut(
     loss = lease.reason if ended and lease.reason in LOSSES else None
     rest = replace(bare, held_us=tail, loss=loss, noticed=loss is not None and lease.deadline_at > 0)
     if not commits and job not in committing:
-        yield replace(rest, other_us=tail)
+        spot = loss is EndReason.PREEMPTED and lease.request.tier is Tier.SPOT
+        yield replace(rest, other_us=tail, refund_us=min(tail, SPOT_REFUND_US * devices) if spot else 0)
     elif not ended:
         yield replace(rest, open_us=tail)
     elif loss is None:
@@ -210,13 +220,22 @@ def day_of(instant: int) -> int:
 
 
 def accounts(
-    parts: Iterable[Stretch], group: Callable[[Stretch], str], price_micro: int = 0
+    parts: Iterable[Stretch],
+    group: Callable[[Stretch], str],
+    price_micro: int = 0,
+    *,
+    tariffs: Mapping[str, Tariff] | None = None,
 ) -> tuple[list[Account], Account]:
-    """Sums by group, in the order of their names, and the total."""
+    """Sums by group, in the order of their names, and the total. At one price for all, or at the tariff of each lease, by its id;
+    one that has none costs nothing."""
     found: dict[str, Account] = {}
     total = Account("total")
     for part in parts:
-        name = group(part)
-        found.setdefault(name, Account(name)).add(part, price_micro)
-        total.add(part, price_micro)
+        name, paid_us = group(part), part.held_us - part.refund_us
+        cost: int | None = cost_micro(paid_us, price_micro)
+        if tariffs is not None:
+            tariff = tariffs.get(part.lease)
+            cost = tariff.cost(paid_us) if tariff is not None else None
+        found.setdefault(name, Account(name)).add(part, cost)
+        total.add(part, cost)
     return [found[name] for name in sorted(found)], total

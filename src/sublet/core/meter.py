@@ -8,8 +8,10 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sublet.core.device import Slice
 from sublet.core.lease import EndReason, Lease, LeaseState
 
 
@@ -39,14 +41,24 @@ def close(lease: Lease, reason: EndReason, now: int) -> Usage:
     return _measured(lease, billed_until(lease, now), reason.value)
 
 
+def so_far(lease: Lease, now: int) -> Usage:
+    """What a lease that is still held has used until now."""
+    return _measured(lease, billed_until(lease, now), "")
+
+
 def of_ended(lease: Lease) -> Usage:
     """What an ended lease used. Its own row says it all: there is no second record that could disagree."""
     return _measured(lease, lease.ended_at, lease.reason.value if lease.reason else "")
 
 
+def amount(elapsed_us: int, slices: Sequence[Slice]) -> tuple[int, int]:
+    """Time × devices, and bytes × seconds, of holding these slices for so long."""
+    held = sum(s.vram_bytes for s in slices)
+    return elapsed_us * len(slices), elapsed_us * held // 1_000_000
+
+
 def _measured(lease: Lease, end: int, reason: str) -> Usage:
-    elapsed = end - lease.granted_at
-    held = sum(s.vram_bytes for s in lease.slices)
+    gpu_us, vram_byte_s = amount(end - lease.granted_at, lease.slices)
     return Usage(
         lease_id=lease.id,
         tenant=lease.tenant,
@@ -54,7 +66,7 @@ def _measured(lease: Lease, end: int, reason: str) -> Usage:
         job=lease.request.job,
         from_at=lease.granted_at,
         to_at=end,
-        gpu_us=elapsed * len(lease.slices),
-        vram_byte_s=elapsed * held // 1_000_000,
+        gpu_us=gpu_us,
+        vram_byte_s=vram_byte_s,
         reason=reason,
     )

@@ -25,13 +25,16 @@ class Policy:
     waiter_silence_us: int = 30 * SECOND_US  # a waiter that did not look for so long has gone
     offer_hold_us: int = 20 * SECOND_US  # time to read an offer and press a key
     backfill_patience_us: int = 30 * SECOND_US  # after this, devices are kept for the first that does not fit
+    gang_patience_us: int = 4 * HOUR_US  # the same for several, below interactive: kept, they work for nobody
     promote_after_us: int = 30 * MINUTE_US  # waiting this long moves a request up one tier, so none starves
+    batch_promote_after_us: int = 2 * HOUR_US  # the same below interactive, where nobody sits and waits
     aging_per_1000: int = 1000  # a second waited forgives this many thousandths of a GPU-second used
     half_life_us: int = DAY_US  # use of a day ago weighs half
     waitlist_max: int = 10_000
     tenant_waiting_max: int = 100
     tenant_blocks_max: int = 1 << 24  # of 4 KiB, in all of a tenant's block leases: 64 GiB; 0 is no limit
     host_silence_us: int = 30 * SECOND_US  # a host whose warden is silent this long has lost its devices
+    host_gone_us: int = 10 * MINUTE_US  # one silent this long is given up: its ended leases go back, unproven
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -43,6 +46,10 @@ class Policy:
                 raise BadInput(f"policy {field.name} must be a whole number and not negative, not {value!r}")
         if self.half_life_us < HOUR_US:
             raise BadInput("policy half_life_us must be at least an hour")
+
+    def rises_after_us(self, tier_rank: int) -> int:
+        """How long a request of this tier waits before it moves up one."""
+        return self.batch_promote_after_us if tier_rank else self.promote_after_us
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

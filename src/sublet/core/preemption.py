@@ -12,7 +12,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -99,7 +99,7 @@ def claim_on(lease: Lease, waiter: Lease, policy: Policy, now: int) -> Victim | 
     return None
 
 
-def _room_on(
+def room_on(
     device: Device, leases: Sequence[Lease], waiter: Lease, policy: Policy, now: int
 ) -> list[Victim] | None:
     """The cheapest victims on one device that let the waiter in, or None."""
@@ -163,31 +163,3 @@ def _one_instead_of_many(
         if same and _lets_in(waiter, device, leases, [*leaving, victim]):
             return [*leaving, victim]
     return needed
-
-
-def choose(
-    waiter: Lease, devices: Iterable[Device], leases: Sequence[Lease], policy: Policy, now: int
-) -> tuple[list[Victim], list[str]] | None:
-    """Victims that make room for the waiter, and the devices the room is on; None when nothing may be taken."""
-    on_device: dict[str, list[Lease]] = {}
-    for lease in leases:
-        for s in lease.slices:
-            on_device.setdefault(s.device_id, []).append(lease)
-    options: list[tuple[tuple[int, int, int, int, int, str], list[Victim], str]] = []
-    for device in devices:
-        victims = _room_on(device, on_device.get(device.id, []), waiter, policy, now)
-        if victims is None:
-            continue
-        worst = max((v.claim for v in victims), default=Claim.LEAVING)
-        risk = sum(work_at_risk(v.lease, policy, now) for v in victims if v.claim is Claim.LOWER_TIER)
-        lower = [v.lease.request.tier.rank for v in victims if v.claim is Claim.LOWER_TIER]
-        # Between devices as on one: who has been idle longest is the least likely to come back soon.
-        idle_us = min((now - v.lease.active_at for v in victims if v.claim is Claim.IDLE), default=0)
-        cost = (worst, -min(lower, default=0), risk, len(victims), -idle_us, device.id)
-        options.append((cost, victims, device.id))
-    options.sort(key=lambda option: option[0])
-    picked = options[: waiter.request.count]
-    if len(picked) < waiter.request.count:
-        return None
-    chosen = {v.lease.id: v for _, found, _ in picked for v in found}
-    return sorted(chosen.values(), key=lambda v: v.cost), [device_id for _, _, device_id in picked]

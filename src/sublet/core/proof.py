@@ -43,6 +43,7 @@ UNPROVEN: dict[str, dict[str, str]] = {
         "wait_until": "for the schedule",
         "offer_until": "for the schedule",
     },
+    "head": {"stored_bytes": "what a quota of storage counts, for commits to come"},
     "journal": {"id": "only the order counts, and a changed order is named"},
     "kept_version": {"at": "for listings"},
 }

@@ -10,14 +10,16 @@ Rules of this file:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from sublet.core.admission import Grant, Offer, View, in_order, place
-from sublet.core.allowance import least_rate, left_now, needed, notice_at, rate_on, refilled_at, used_up
-from sublet.core.device import Slice, slice_bytes
-from sublet.core.lease import EndReason, Lease, LeaseState, overdue
-from sublet.core.preemption import Claim, cap_notice_at, choose, protected_us
-from sublet.core.tenancy import Tenant, over_quota
+from sublet.core.admission import Grant, Offer, Order, Placed, Walk, as_asked
+from sublet.core.allowance import left_now, needed, refilled_at, used_up
+from sublet.core.device import Exclusivity, Resident, Shape, Slice, occupy, slice_bytes
+from sublet.core.lease import EndReason, Lease, LeaseState, changed, overdue
+from sublet.core.making_room import cheapest_room
+from sublet.core.pool import Pool, View
+from sublet.core.preemption import Claim
+from sublet.core.tenancy import Tenant, over_quota, rate_of, tenant_changed
 from sublet.core.values import format_duration
 
 
@@ -60,27 +62,33 @@ class Withdraw:
 Instruction = End | Revoke | Drop | Withdraw | Grant | Offer
 
 
-def tick(view: View, now: int) -> list[Instruction]:
-    ends = _ends(view, now)
-    drops = _drops(view, now)
+def tick(view: View | Pool, now: int) -> list[Instruction]:
+    pool = view.pool()
+    ends = _ends(pool, now)
+    drops = _drops(pool, now)
     dropped = {d.lease_id for d in drops}
     lapsed = [
         Withdraw(lease_id=w.id, reason="the offer was not taken in time")
-        for w in view.waiters
-        if w.id not in dropped and w.slices and now >= w.offer_until
+        for w in pool.lapsed(now)
+        if w.id not in dropped
     ]
-    view = replace(view, waiters=tuple(w for w in view.waiters if w.id not in dropped))
-    order = in_order(view, now)
-    placed = place(view, now, order)
     leaving = {*(e.lease_id for e in ends), *dropped, *(w.lease_id for w in lapsed)}
-    unpaid = _unpaid(view, leaving, now)
-    leaving |= {r.lease_id for r in unpaid}
-    return [*ends, *drops, *lapsed, *unpaid, *placed, *_make_room(view, order, placed, leaving, now)]
+    unpaid = _unpaid(pool, leaving, now)
+    placed: list[Placed] = []
+    room: list[Revoke] = []
+    with pool.scratch():
+        for name in dropped:
+            pool.drop_waiter(name)
+        if pool.waiters:
+            placed = Walk(pool, now).run(Order(pool, now))
+            room = _MakingRoom(pool, {*leaving, *(r.lease_id for r in unpaid)}, now).run(placed)
+    handed = [p.decision(pool, now) for p in placed]
+    return [*ends, *drops, *lapsed, *unpaid, *handed, *room]
 
 
-def _ends(view: View, now: int) -> list[End]:
+def _ends(pool: Pool, now: int) -> list[End]:
     found: list[End] = []
-    for lease in view.leases:
+    for lease in pool.over(now):
         reason = overdue(lease, now)
         if reason is None:
             continue
@@ -94,19 +102,18 @@ def _ends(view: View, now: int) -> list[End]:
     return found
 
 
-def _unpaid(view: View, leaving: set[str], now: int) -> list[Revoke]:
+def _unpaid(pool: Pool, leaving: set[str], now: int) -> list[Revoke]:
     """Leases whose tenant has no GPU time left to renew them with, a grace before what is paid for is over."""
     found: list[Revoke] = []
-    capacities = {d.id: d.capacity_bytes for d in view.devices}
-    for lease in view.leases:
-        tenant = view.tenants.get(lease.tenant)
-        if tenant is None or not tenant.gpu_us_per_day or lease.state is not LeaseState.ACTIVE:
+    for lease in pool.unpaid_soon(now):
+        if lease.id in leaving:
             continue
-        if lease.id in leaving or now < notice_at(lease, view.policy.grace_us):
-            continue
-        rate = rate_on(lease.request.exclusivity, lease.slices, capacities)
-        left = left_now(tenant, now)
-        if left >= needed(tenant, rate, lease.request.ttl_us):
+        tenant = pool.tenants[lease.tenant]
+        rate = sum(
+            rate_of(lease.request.exclusivity, s.vram_bytes, pool.devices[s.device_id].capacity_bytes)
+            for s in lease.slices
+        )
+        if left_now(tenant, now) >= needed(tenant, rate, lease.request.ttl_us):
             continue
         found.append(
             Revoke(
@@ -120,102 +127,146 @@ def _unpaid(view: View, leaving: set[str], now: int) -> list[Revoke]:
     return found
 
 
-def _drops(view: View, now: int) -> list[Drop]:
+def _drops(pool: Pool, now: int) -> list[Drop]:
     found: list[Drop] = []
-    for w in view.waiters:
+    for w in pool.gone(now):
         if w.wait_until and now >= w.wait_until:
             waited = format_duration(now - w.joined_at)
             found.append(Drop(lease_id=w.id, end_reason=EndReason.REFUSED, reason=f"no GPU within {waited}"))
-        elif now - max(w.seen_at, w.joined_at) >= view.policy.waiter_silence_us:
+        else:
             found.append(
                 Drop(lease_id=w.id, end_reason=EndReason.HOLDER_LOST, reason="the waiter fell silent")
             )
     return found
 
 
-def _make_room(
-    view: View, order: list[Lease], placed: list[Grant | Offer], leaving: set[str], now: int
-) -> list[Revoke]:
+class _MakingRoom:
     """Revoke for those who still wait, in order. Whoever leaves in this tick, or was revoked for an earlier waiter, is room
-    already; who was placed, or has room made for it, sits on that room for all who come after."""
-    found: list[Revoke] = []
-    tenants = dict(view.tenants)
-    devices = {d.id: d for d in view.devices}
-    waiting = {w.id: w for w in view.waiters}
-    served = {p.lease_id for p in placed}
-    holding = {x.id: _gone(x) if x.id in leaving else x for x in view.leases if x.holds_slices}
-    for p in placed:
-        holding[p.lease_id] = replace(waiting[p.lease_id], slices=p.slices)
-        _charge(tenants, waiting[p.lease_id].tenant, sum(s.vram_bytes for s in p.slices))
-    for waiter in order:
-        if waiter.id in served or (waiter.slices and waiter.id not in leaving):
-            continue
-        shape = waiter.request.shape()
-        tenant = tenants.get(waiter.tenant)
+    already; who was placed, or has room made for it, sits on that room for all who come after. Changes the pool: in `scratch`."""
+
+    def __init__(self, pool: Pool, leaving: set[str], now: int) -> None:
+        self._pool, self._leaving, self._now = pool, leaving, now
+        self._tenants: dict[str, Tenant] = {}  # as they are once this tick has done its work
+        self._in_vain: set[object] = set()  # what nobody could be moved for, since somebody last was
+
+    def run(self, placed: list[Placed]) -> list[Revoke]:
+        pool, now = self._pool, self._now
+        found: list[Revoke] = []
+        if pool.nothing_to_take(now):
+            return found  # whoever still waits, and for whatever
+        for name in sorted(self._leaving):
+            if name in pool.leases:
+                pool.set_lease(_gone(pool.leases[name]))
+        for p in placed:
+            self._sits(p.waiter, p.slices)
+            self._charge(p.waiter.tenant, sum(s.vram_bytes for s in p.slices))
+        served = {p.waiter.id for p in placed}
+        if pool.nothing_to_take(now) or pool.room_is_made():
+            return found
+        order = Order(pool, now)
+        for waiter in order:
+            if pool.nothing_to_take(now):
+                break
+            if waiter.id in served or (waiter.slices and waiter.id not in self._leaving):
+                continue
+            revoked = self._for(waiter)
+            if revoked is None:
+                order.pass_over()
+            elif revoked or waiter.slices:
+                order.come_back()
+                self._in_vain.clear()
+            found += revoked or ()
+        return found
+
+    def _for(self, waiter: Lease) -> list[Revoke] | None:
+        """None: for nobody who asks for the same, until somebody has been moved."""
+        pool, now, request = self._pool, self._now, waiter.request
+        shape = request.shape()
+        tenant = self._tenants.get(waiter.tenant) or pool.tenants.get(waiter.tenant)
         if tenant is None or over_quota(tenant, shape.vram_bytes * shape.count):
-            continue
-        if used_up(tenant, waiter.request, least_rate(waiter.request, view.devices), now):
-            continue
-        choice = choose(waiter, view.devices, list(holding.values()), view.policy, now)
+            return []
+        if tenant.gpu_us_per_day and used_up(tenant, request, pool.rooms.least_rate(request), now):
+            return []
+        alone = shape.exclusivity is Exclusivity.DEVICE
+        asked = (as_asked(shape), request.tier.rank)
+        if asked in self._in_vain:
+            return None
+        if alone and shape.count == 1 and self._sits_behind_one_that_leaves(waiter, shape):
+            return []
+        choice = cheapest_room(waiter, pool, now)
         if choice is None:
-            continue
+            self._in_vain.add(asked)
+            return None
         victims, device_ids = choice
-        slices = tuple(Slice(d, slice_bytes(devices[d], shape)) for d in device_ids)
-        _charge(tenants, waiter.tenant, sum(s.vram_bytes for s in slices))
+        slices = tuple(Slice(d, slice_bytes(pool.devices[d], shape)) for d in device_ids)
+        self._charge(waiter.tenant, sum(s.vram_bytes for s in slices))
+        found: list[Revoke] = []
         for victim in victims:
             if victim.claim is Claim.LEAVING:
                 continue
-            holding[victim.lease.id] = _gone(victim.lease)
+            pool.set_lease(_gone(victim.lease))
             found.append(
                 Revoke(
                     lease_id=victim.lease.id,
                     epoch=victim.lease.epoch,
                     end_reason=victim.end_reason,
-                    deadline_at=now + view.policy.grace_us,
+                    deadline_at=now + pool.policy.grace_us,
                     reason=victim.reason,
                 )
             )
-        holding[waiter.id] = replace(waiter, slices=slices)
-    return found
+        self._sits(waiter, slices)
+        if alone:
+            for device_id in device_ids:
+                pool.close(device_id)
+        return found
+
+    def _sits_behind_one_that_leaves(self, waiter: Lease, shape: Shape) -> bool:
+        """What `cheapest_room` comes to, most of the time, for who wants one whole device: the first that somebody leaves whole. Nobody else can
+        be seated there, so the seat itself need not be noted."""
+        pool = self._pool
+        device_id = "" if shape.host or waiter.slices else pool.first_left_whole(shape.vram_bytes)
+        if not device_id or next(pool.rooms.usable(shape), None) is not None:
+            return False
+        self._charge(waiter.tenant, pool.devices[device_id].capacity_bytes)
+        pool.close(device_id)
+        return True
+
+    def _sits(self, waiter: Lease, slices: tuple[Slice, ...]) -> None:
+        self._pool.set_lease(changed(waiter, slices=slices))
+        for s in waiter.slices:
+            self._returned(s.device_id)  # of the offer it did not take, which it sat on until now
+
+    def _returned(self, device_id: str) -> None:
+        device = self._pool.devices[device_id]
+        staying = [
+            Resident(x.tenant, x.request.exclusivity, s.vram_bytes)
+            for x in self._pool.on(device_id)
+            for s in x.slices
+            if s.device_id == device_id
+        ]
+        if sum(r.vram_bytes for r in staying) <= device.capacity_bytes:
+            self._pool.set_device(occupy(device, staying))
+
+    def _charge(self, name: str, live_bytes: int) -> None:
+        """What a tenant will hold once this tick has done its work."""
+        tenant = self._tenants.get(name) or self._pool.tenants.get(name)
+        if tenant is not None:
+            self._tenants[name] = tenant_changed(
+                tenant, live_leases=tenant.live_leases + 1, live_bytes=tenant.live_bytes + live_bytes
+            )
 
 
 def _gone(lease: Lease) -> Lease:
-    return replace(lease, state=LeaseState.ENDED)
+    return changed(lease, state=LeaseState.ENDED)
 
 
-def _charge(tenants: dict[str, Tenant], name: str, live_bytes: int) -> None:
-    """What a tenant will hold once this tick has done its work."""
-    tenant = tenants.get(name)
-    if tenant is not None:
-        tenants[name] = replace(
-            tenant, live_leases=tenant.live_leases + 1, live_bytes=tenant.live_bytes + live_bytes
-        )
-
-
-def next_look_at(view: View, now: int) -> int | None:
+def next_look_at(view: View | Pool, now: int) -> int | None:
     """When time alone will change the answer; None when only an event can."""
-    policy = view.policy
-    moments = [lease.ends_at for lease in view.leases if lease.state is not LeaseState.ENDED]
-    for lease in view.leases:
-        tenant = view.tenants.get(lease.tenant)
-        if tenant is not None and tenant.gpu_us_per_day and lease.state is LeaseState.ACTIVE:
-            moments.append(notice_at(lease, policy.grace_us))
-    for w in view.waiters:
-        tenant = view.tenants.get(w.tenant)
-        if tenant is not None and tenant.gpu_us_per_day:
-            rate = least_rate(w.request, view.devices)
-            moments.append(refilled_at(tenant, needed(tenant, rate, w.request.ttl_us), now))
-        moments += [m for m in (w.wait_until, w.offer_until) if m]
-        moments.append(max(w.seen_at, w.joined_at) + policy.waiter_silence_us)
-        promotions = max(0, now - w.joined_at) // max(1, policy.promote_after_us) + 1
-        moments.append(w.joined_at + promotions * policy.promote_after_us)
-    if view.waiters:
-        moments += [t.cooldown_until for t in view.tenants.values() if t.cooldown_until > now]
-        for lease in view.leases:
-            moments.append(lease.granted_at + protected_us(lease, policy))
-            if not lease.busy:
-                moments.append(lease.active_at + policy.idle_after_us)
-            if lease.hold_cap_us:
-                moments.append(cap_notice_at(lease, policy))
-    ahead = [m for m in moments if m > now]
-    return min(ahead) if ahead else None
+    pool = view.pool()
+    moments = []
+    for w in pool.rationed():
+        tenant = pool.tenants[w.tenant]
+        rate = pool.rooms.least_rate(w.request)
+        moments.append(refilled_at(tenant, needed(tenant, rate, w.request.ttl_us), now))
+    moments.append(pool.next_moment(now) or 0)
+    return min((m for m in moments if m > now), default=None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sublet.core.device import Exclusivity
+from sublet.core.records import copier
 
 PPM = 1_000_000
 DEFAULT_WEIGHT = 100
@@ -33,12 +34,16 @@ class Tenant:
     gpu_us_per_day: int = 0  # see core.allowance
     left_us: int = 0  # of it, as of left_at
     left_at: int = 0
+    max_sessions: int = 0  # studio sessions open at once
+    max_storage_bytes: int = 0  # of checkpoints
 
+
+tenant_changed = copier(Tenant)
 
 #: 2^(-i/64) in 32-bit fixed point. A straight line over a whole half-life would forget too slowly when a row is brought
 #: forward often; over a 64th of one the error stays below half a percent.
-_PARTS = 64
-_HALVING = tuple(round(2**32 * 2 ** (-i / _PARTS)) for i in range(_PARTS + 1))
+HALVING_PARTS = 64
+HALVING = tuple(round(2**32 * 2 ** (-i / HALVING_PARTS)) for i in range(HALVING_PARTS + 1))
 
 
 def decay(used_us: int, elapsed_us: int, half_life_us: int) -> int:
@@ -48,8 +53,8 @@ def decay(used_us: int, elapsed_us: int, half_life_us: int) -> int:
     halvings, rest = divmod(elapsed_us, half_life_us)
     if halvings >= 62:
         return 0
-    part, within = divmod(rest * _PARTS, half_life_us)
-    weight = _HALVING[part] * (half_life_us - within) + _HALVING[part + 1] * within
+    part, within = divmod(rest * HALVING_PARTS, half_life_us)
+    weight = HALVING[part] * (half_life_us - within) + HALVING[part + 1] * within
     return (used_us >> halvings) * weight // (half_life_us << 32)
 
 

@@ -80,8 +80,13 @@ def check_digest(text: str) -> str:
 def check_note(text: str) -> str:
     if not isinstance(text, str) or len(text) > NOTE_CHARACTERS or not text.isprintable():
         raise BadInput(f"a note is one line of at most {NOTE_CHARACTERS} printable characters")
+    return check_no_token(text, what="a note")
+
+
+def check_no_token(text: str, *, what: str) -> str:
+    """What people write into the ledger others may read."""
     if _TEXT.search(text):
-        raise BadInput("a note must not hold a token: notes are shown in listings")
+        raise BadInput(f"{what} must not hold a token: it is shown in listings")
     return text
 
 

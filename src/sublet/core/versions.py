@@ -77,6 +77,8 @@ class Adoption:
     kept: tuple[Kept, ...] = ()
     #: Effects of later versions are forgotten, so that their steps can run again.
     forget_after: int | None = None
+    new_bytes: int = 0  # as in a commit
+    whole_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_job(self.job)
@@ -88,6 +90,8 @@ class Adoption:
             raise BadInput(f"version {self.version} does not follow {self.expected_version}")
         if not (0 <= self.step <= MOST_VERSION and 0 <= self.epoch <= MOST_VERSION):
             raise BadInput("a step and an epoch are not negative")
+        if not 0 <= self.new_bytes <= self.whole_bytes:
+            raise BadInput("what a version adds is a part of what it is")
         if not 0 <= self.floor <= self.version:
             raise BadInput(f"the floor {self.floor} is not at or below version {self.version}")
         if any(k.tag or not 1 <= k.version < max(self.floor, 1) for k in self.kept):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from sublet.core.errors import Misconfigured
+from sublet.core.errors import BadInput, Misconfigured
 from sublet.drivers.session import GpuSession, Held
 from sublet.plugins import installed
 from sublet.ports.driver import Driver
@@ -26,6 +27,27 @@ class Opening:
     ordinal: int
     quota_bytes: int
     watchdog_us: int
+
+
+_leased: tuple[Opening, ...] = ()
+
+
+def lend(openings: Sequence[Opening]) -> None:
+    """In a worker, before its first call: the devices of its lease."""
+    global _leased
+    _leased = tuple(openings)
+
+
+def leased() -> tuple[Opening, ...]:
+    """In a worker: how the devices of its lease are opened."""
+    return _leased
+
+
+def leased_opening(index: int, watchdog_us: int) -> Opening:
+    """In a worker, called by whoever holds its lease from afar and knows the device only by its number."""
+    if not 0 <= index < len(_leased):
+        raise BadInput(f"device {index} is not one of this lease's {len(_leased)}")
+    return replace(_leased[index], watchdog_us=watchdog_us)
 
 
 def open_device(wanted: Opening, lease: Held) -> GpuSession:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -27,6 +26,11 @@ from sublet.core.checkpoint import MAX_MANIFEST_BYTES
 from sublet.core.values import check_job
 from sublet.hosting.channel import reachable, receive_with_fds, send_with_fds
 from sublet.ports.memory import Remembered
+
+try:
+    import fcntl
+except ImportError:  # a client of a studio, not on Linux: this file is imported there, and not used
+    fcntl = None  # type: ignore[assignment]
 
 #: A job that was preempted is back within minutes, or somewhere else.
 KEEP_SECONDS = 15 * 60.0

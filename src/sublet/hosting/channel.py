@@ -32,6 +32,8 @@ _CUT_SHORT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 #: kind, inline parts, unused blocks, dropped blocks, serial, block (0: inline), the block's size if it is new
 _HEADER = struct.Struct("<BxHHHIIQ")
 _NUMBER = struct.Struct("<I")
+#: Kinds from here on are packets of sealed messages: see `hosting/sealed_channel.py`.
+SEALED_FIRST = 32
 
 
 #: An answer to a small call comes sooner than a sleeping core wakes up.
@@ -43,6 +45,18 @@ def look_briefly(poller: select.poll) -> None:
     give_up = time.monotonic_ns() + _SPIN_NS
     while not poller.poll(0) and time.monotonic_ns() < give_up:
         os.sched_yield()  # the other side may be waiting for this very core
+
+
+def sealed_packet(kind: int, serial: int, pieces: Sequence[bytes | memoryview]) -> bytes:
+    return b"".join((_HEADER.pack(kind, 0, 0, 0, serial, 0, 0), *pieces))
+
+
+def read_sealed_packet(packet: bytes) -> tuple[int, int, memoryview] | None:
+    """Kind, serial and what it holds; None: it is not one."""
+    if len(packet) < _HEADER.size or packet[0] < SEALED_FIRST:
+        return None
+    kind, _, _, _, serial, _, _ = _HEADER.unpack_from(packet)
+    return kind, serial, memoryview(packet)[_HEADER.size :]
 
 
 class ChannelClosed(Exception):
@@ -84,6 +98,23 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError) as e:
             raise ChannelClosed from e
 
+    def send_packet(self, packet: bytes, flags: int = 0) -> None:
+        """Of a sealed message."""
+        try:
+            self.socket.send(packet, _QUIETLY | flags)
+        except (BrokenPipeError, ConnectionResetError) as e:
+            raise ChannelClosed from e
+
+    def receive_packet(self) -> bytes:
+        """As it came, from a worker that nothing is believed of: no memory of its is mapped, and descriptors it sends go at once."""
+        try:
+            packet, _, flags, _ = self.socket.recvmsg(PACKET_BYTES, 0, _CLOSED_ON_EXEC)
+        except ConnectionResetError as e:
+            raise ChannelClosed from e
+        if not packet:
+            raise ChannelClosed
+        return b"" if flags & int(socket.MSG_TRUNC) else packet
+
     def receive(self) -> tuple[int, int, list[memoryview]]:
         """Waits. Kind, serial and parts; the parts are writable and belong to the receiver."""
         try:
@@ -94,6 +125,8 @@ class Channel:
             raise ChannelClosed
         kind, inline, unused, dropped, serial, number, size = _HEADER.unpack_from(packet)
         at = _HEADER.size
+        if kind >= SEALED_FIRST:
+            return kind, serial, [memoryview(packet)[at:]]
         if inline == 1 and not unused and not dropped:
             return kind, serial, [memoryview(bytearray(packet))[at + _NUMBER.size :]]  # most messages
         numbers = struct.unpack_from(f"<{unused + dropped + inline}I", packet, at)

@@ -26,7 +26,7 @@ from sublet.core.lease import Holder
 from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
 from sublet.hosting.processes import ended
 from sublet.ports.command import Left
-from sublet.ports.worker import Call, Screen
+from sublet.ports.worker import Call, Part, Screen, Sink
 from sublet.runs import RunFolder
 
 SUPERVISOR = (sys.executable, "-m", "sublet.hosting.command_supervisor")
@@ -52,6 +52,8 @@ def find_executable(name: str, path: str) -> tuple[str, int]:
 
 class LocalCommand:
     """Implements `ports.command.Command`."""
+
+    here = True
 
     def __init__(
         self,
@@ -112,6 +114,10 @@ class LocalCommand:
         return self._containment
 
     @property
+    def launches(self) -> int:
+        return 0  # it is not called
+
+    @property
     def ending(self) -> str:
         left = self._left
         if left is not None:
@@ -164,6 +170,12 @@ class LocalCommand:
         screen: Screen,
         answer: Callable[[Any], Any],
     ) -> Any:
+        raise BadInput("a command is not called; it runs")
+
+    def call_sealed(self, target: str, parts: Sequence[Part], sink: Sink) -> tuple[bool, list[memoryview]]:
+        raise BadInput("a command is not called; it runs")
+
+    def interrupt(self) -> None:
         raise BadInput("a command is not called; it runs")
 
     def warn(self) -> None:

@@ -5,6 +5,8 @@ Rules of this file:
 - An answer that arrived counts, even if the worker died right after it. A worker that died without one is `WorkerLost`.
 - Ctrl-C interrupts the call in the worker; a second one ends the worker. Any other exception that a call is left by (a signal
   handler's, a closed standard output's) interrupts it too, and its answer is nobody's: answers are matched with calls.
+- Of a sealed call nothing is opened here. A worker of a household is called in no other way, and one that says what cannot be read is
+  ended: whatever it does, it can harm its own session only.
 """
 
 from __future__ import annotations
@@ -28,40 +30,37 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sublet import inside
-from sublet.core.errors import BadInput, CallFailed, Misconfigured, SubletError, WorkerLost
+from sublet.core.errors import BadInput, Misconfigured, SubletError, WorkerLost
 from sublet.core.lease import Holder
-from sublet.hosting import worker
+from sublet.hosting import sealed_channel, worker
 from sublet.hosting.channel import (
+    SEALED_FIRST,
     Channel,
     ChannelClosed,
     look_briefly,
     pair,
     reachable,
+    read_sealed_packet,
     receive_with_fds,
     send_with_fds,
 )
 from sublet.hosting.detached import last_line, spawn_detached
-from sublet.hosting.pickling import pack, unpack, unpack_whole
+from sublet.hosting.failing import revived
+from sublet.hosting.household import Household, terms_of, zygote_environment
+from sublet.hosting.pickling import pack, unpack
 from sublet.hosting.processes import ended
-from sublet.hosting.screen import PlainScreen, ScreenPipe
+from sublet.hosting.screen import SHOWN_MOST_BYTES, PlainScreen, ScreenPipe, SealedScreen, UnreadableFrame
+from sublet.hosting.sealed_channel import FROM_WORKER, Assembly, Message, Unreadable
 from sublet.hosting.shipping import UNSENDABLE, Parcel, Shipped
-from sublet.ports.worker import Call, Screen
+from sublet.ports.sealed import PARTS_MOST, read_head
+from sublet.ports.worker import Call, Part, Screen, Sink
 
 START_SECONDS = 60.0
 END_WAIT_US = 2_000_000
 EXPLAIN_AFTER_SECONDS = 1.0
 OBEY_MS = 1000
-
-
-class RemoteTraceback(Exception):
-    """Shown as the cause of an exception raised in a worker: where in the worker it was."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"in the leased worker:\n{self.text.rstrip()}"
+#: Many times what a pipe holds.
+_READS_MOST = 64
 
 
 class NotServed(Misconfigured):
@@ -70,10 +69,29 @@ class NotServed(Misconfigured):
     remedy = "see zygote.log in SUBLET_HOME"
 
 
+def _files_seen() -> str:
+    """Which files this process sees: containers that share a home must not fork their workers from each other's."""
+    try:
+        return os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return ""
+
+
 class LocalWorkers:
     """Implements `ports.worker.Workers`."""
 
-    def __init__(self, home: Path, host: str, preload: str, *, idle_exit: float | None = None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        host: str,
+        preload: str,
+        *,
+        idle_exit: float | None = None,
+        household: Household | None = None,
+    ) -> None:
+        """`household`: the workers are a tenant's, and see and reach nothing of this process's. They are called sealed only."""
+        self._home = home
+        self._household = household
         self._folder = home / "run"
         self._log = home / "zygote.log"
         self._host = host
@@ -88,6 +106,8 @@ class LocalWorkers:
             sys.prefix,
             self._preload,
             str(os.getuid()),
+            "" if self._household is None else "household",
+            _files_seen(),
             *(os.environ.get(name, "") for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")),
         ]
         installed = Path(sysconfig.get_path("purelib"))
@@ -102,9 +122,9 @@ class LocalWorkers:
 
     def start(self) -> LocalWorker:
         try:
-            return LocalWorker(self._ask, self._host)
+            return LocalWorker(self._ask, self._host, self._household)
         except NotServed:  # by a zygote that was just leaving, perhaps: the next one will
-            return LocalWorker(self._ask, self._host)
+            return LocalWorker(self._ask, self._host, self._household)
 
     def warm(self) -> None:
         """Start the zygote if there is none, and wait until it serves. Behind somebody's back: nothing is said."""
@@ -113,9 +133,15 @@ class LocalWorkers:
     def _ask(self, fds: list[int]) -> None:
         with self._connect() as sock:
             try:
-                send_with_fds(sock, b"worker", fds)
+                send_with_fds(sock, self._order(), fds)
             except ConnectionError as e:
                 raise NotServed("the zygote left") from e
+
+    def _order(self) -> bytes:
+        if self._household is None:
+            return b"worker"
+        hide = [os.path.abspath(path) for path in self._household.hide]
+        return json.dumps({"number": self._household.number, "hide": hide}).encode()
 
     def _connect(self, *, explain: bool = True) -> socket.socket:
         began = time.monotonic()
@@ -164,6 +190,9 @@ class LocalWorkers:
         command += ["--name", self._name, "--preload", self._preload]
         if self._idle_exit is not None:
             command += ["--idle-exit", str(self._idle_exit)]
+        if self._household is not None:
+            command += ["--household", os.path.realpath(self._home)]
+            return spawn_detached(command, zygote_environment(os.environ), self._log)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
         return spawn_detached(command, environment, self._log)
 
@@ -171,27 +200,50 @@ class LocalWorkers:
 class _Pipe:
     """One of the worker's output streams, and where it goes."""
 
-    def __init__(self, fd: int, stream: Callable[[], TextIO | None]) -> None:
+    def __init__(self, fd: int, name: str, stream: Callable[[], TextIO | None]) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
+        self._name = name
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def relay(self) -> bool:
-        """Everything that is there now; whether there can be more."""
+    def relay(self, screen: SealedScreen | None = None) -> bool:
+        """Everything that is there now; whether there can be more. One that never stops writing is left for the next time."""
         shown, more = False, False
-        stream = self._stream()
+        stream = self._stream() if screen is None else None
         try:
-            while chunk := os.read(self.fd, 65536):
+            for _ in range(_READS_MOST):
+                chunk = os.read(self.fd, 65536)
+                if not chunk:
+                    break
                 text = self._decoder.decode(chunk)
-                if text and stream is not None:
+                if text and screen is not None:
+                    screen.text(self._name, text)
+                elif text and stream is not None:
                     stream.write(text)
                     shown = True
+            else:
+                more = True
         except BlockingIOError:
             more = True
         if shown and stream is not None:
             stream.flush()
         return more
+
+
+class Nobody:
+    """A `Sink` for calls of our own: nothing is said there and nothing asked."""
+
+    interrupted = False
+
+    def text(self, stream: str, text: str) -> None:
+        pass
+
+    def show(self, display: bytes) -> None:
+        pass
+
+    def ask(self, head: Mapping[str, Any], parts: Sequence[memoryview]) -> tuple[bool, Sequence[Part]]:
+        return False, []
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +261,20 @@ _PLAINLY = _Manner()
 class LocalWorker:
     """Implements `ports.worker.Worker`."""
 
-    def __init__(self, ask: Callable[[list[int]], None], host: str) -> None:
+    here = True
+
+    def __init__(
+        self, ask: Callable[[list[int]], None], host: str, household: Household | None = None
+    ) -> None:
         control, control_there = pair()
         call, call_there = pair()
         out, out_there = os.pipe2(os.O_CLOEXEC)
         err, err_there = os.pipe2(os.O_CLOEXEC)
         shown, shown_there = os.pipe2(os.O_CLOEXEC)
-        page_fd = os.memfd_create("sublet-tenure", os.MFD_CLOEXEC)
+        page_fd = os.memfd_create("sublet-tenure", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(page_fd, inside.PAGE_BYTES)
+        # The worker has it too, and could make it shorter: writing to what is not there any more would end this process.
+        fcntl.fcntl(page_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._page = mmap.mmap(page_fd, inside.PAGE_BYTES)
         theirs = [control_there.fileno(), call_there.fileno(), out_there, err_there, page_fd, shown_there]
         try:
@@ -234,11 +292,15 @@ class LocalWorker:
                 os.close(fd)
         self._control = control
         self._channel = Channel(call)
-        self._out = _Pipe(out, lambda: sys.stdout)
-        self._err = _Pipe(err, lambda: sys.stderr)
+        self._out = _Pipe(out, "stdout", lambda: sys.stdout)
+        self._err = _Pipe(err, "stderr", lambda: sys.stderr)
         streams = {"stdout": lambda: sys.stdout, "stderr": lambda: sys.stderr}
         self._shown = ScreenPipe(shown, PlainScreen(streams))
         self._shipped = Shipped()
+        self._household = household
+        self._assembly = Assembly(FROM_WORKER)
+        self._launches = 0
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._over = False  # told to end; nothing is of use any more
         self._serial = 0
@@ -260,9 +322,10 @@ class LocalWorker:
         self._supervisor_fd = os.pidfd_open(facts["pid"])
         self.worker_pid: int = facts["worker_pid"]
         self._containment: str = facts["containment"]
+        self._scratch: str = facts.get("scratch", "")
         self._poller = select.poll()
         # In this order: what was printed before an answer is then always seen together with the answer.
-        for fd in (call.fileno(), out, err, shown, control.fileno()):
+        for fd in (call.fileno(), out, err, shown, control.fileno(), self._woken):
             self._poller.register(fd, select.POLLIN)
 
     @property
@@ -290,7 +353,15 @@ class LocalWorker:
     def warn(self) -> None:
         inside.write_warned(self._page)
 
+    @property
+    def scratch(self) -> str:
+        """The folder of a household's worker, which goes with it; '' for others."""
+        return self._scratch
+
     def begin(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
+        if self._household is not None:
+            self._begin_sealed(lease_id, epoch, environment)
+            return
         mine = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
         folder = ""
         with contextlib.suppress(OSError):  # it was deleted under this process
@@ -304,6 +375,21 @@ class LocalWorker:
             arguments=tuple(sys.argv),
         )
         self.call(worker.move_in, (terms,), {})
+
+    def _begin_sealed(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
+        terms = {
+            "lease_id": lease_id,
+            "epoch": epoch,
+            "environment": terms_of(self._scratch, environment, os.environ),
+            "folder": self._scratch,
+        }
+        fine, answer = self.call_sealed(
+            "sublet.hosting.sealed_calls:begin", [json.dumps(terms).encode()], Nobody()
+        )
+        if not fine:
+            raise WorkerLost(
+                f"the worker could not begin: {bytes(answer[0][:500]).decode(errors='replace')}", begun=False
+            )
 
     def end(self, why: str) -> None:
         if self._pid != os.getpid():
@@ -329,17 +415,22 @@ class LocalWorker:
         """Called with the lock held, by whoever has it when all is over."""
         self._channel.close()
         self._control.close()
+        # A tenant's words are for who called it, and nobody does any more.
+        nowhere = SealedScreen(Nobody()) if self._household is not None else None
         for pipe in (self._out, self._err):
             if pipe.fd >= 0:
                 with contextlib.suppress(Exception):
-                    pipe.relay()  # what it said last
+                    pipe.relay(nowhere)  # what it said last
                 os.close(pipe.fd)
                 pipe.fd = -1
         if self._shown.fd >= 0:
             with contextlib.suppress(Exception):
-                self._shown.end(None)
+                self._shown.end(nowhere)
             os.close(self._shown.fd)
             self._shown.fd = -1
+        if self._woken >= 0:
+            fd, self._woken = self._woken, -1
+            os.close(fd)
         if self._ending and self._supervisor_fd >= 0:
             fd, self._supervisor_fd = self._supervisor_fd, -1
             os.close(fd)
@@ -349,14 +440,14 @@ class LocalWorker:
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         fine, value = self._trip(function, (tuple(args), dict(kwargs)), several=False)
         if not fine:
-            raise _revived(value)
+            raise revived(value)
         return value
 
     def call_many(self, function: Callable[..., Any], calls: Sequence[Call]) -> list[tuple[bool, Any]]:
         fine, value = self._trip(function, [(tuple(a), dict(k)) for a, k in calls], several=True)
         if not fine:
-            raise _revived(value)
-        return [(well, result if well else _revived(result)) for well, result in value]
+            raise revived(value)
+        return [(well, result if well else revived(result)) for well, result in value]
 
     def call_shown(
         self,
@@ -368,12 +459,178 @@ class LocalWorker:
         manner = _Manner(screen, answer, returns_when_interrupted=True)
         fine, value = self._trip(function, (tuple(args), {}), several=False, manner=manner)
         if not fine:
-            raise _revived(value)
+            raise revived(value)
         return value
 
-    def _trip(
-        self, function: Callable[..., Any], values: Any, *, several: bool, manner: _Manner = _PLAINLY
-    ) -> tuple[bool, Any]:
+    def call_sealed(self, target: str, parts: Sequence[Part], sink: Sink) -> tuple[bool, list[memoryview]]:
+        self._check_may_call()
+        if len(parts) >= PARTS_MOST:
+            raise BadInput(
+                f"{len(parts)} parts are more than the {PARTS_MOST - 1} a call may have",
+                remedy="send fewer, larger ones",
+            )
+        screen = SealedScreen(sink)
+        with self._lock:
+            try:
+                self._caller = threading.get_ident()
+                if self._ending or self._channel.fileno() < 0:
+                    raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
+                self._serial += 1
+                self._was_woken()  # for a call that is over
+                if sink.interrupted:
+                    self.interrupt()
+                self._shown.most_bytes = screen.most_bytes
+                return self._sealed_trip(target, parts, screen, sink)
+            finally:
+                self._caller = 0
+                self._shown.most_bytes = SHOWN_MOST_BYTES
+                if self._over:
+                    self._let_go()
+
+    def _sealed_trip(
+        self, target: str, parts: Sequence[Part], screen: SealedScreen, sink: Sink
+    ) -> tuple[bool, list[memoryview]]:
+        begun = False
+        try:
+            self._send_sealed(sealed_channel.CALL, 0, [target.encode(), *parts], screen)
+            begun = True
+            look_briefly(self._poller)
+            return self._await_sealed(screen, sink)
+        except ChannelClosed:
+            raise self._lost(begun=begun, screen=screen) from None
+        except (Unreadable, UnreadableFrame) as e:
+            # One that does not speak our language is not one of us any more.
+            self._order({"end": f"it sent what cannot be read: {e}"})
+            raise self._lost(screen=screen) from e
+
+    def _send_sealed(self, kind: int, number: int, parts: Sequence[Part], screen: SealedScreen) -> None:
+        """What the worker prints meanwhile is taken: one that waits for its output to be read does not read either."""
+        waiting: select.poll | None = None
+        for packet in sealed_channel.packets(kind, self._serial, number, parts):
+            while True:
+                try:
+                    self._channel.send_packet(packet, int(socket.MSG_DONTWAIT))
+                    break
+                except BlockingIOError:
+                    pass
+                if waiting is None:
+                    waiting = select.poll()
+                    waiting.register(self._channel.fileno(), select.POLLOUT)
+                    waiting.register(self._control.fileno(), select.POLLIN)
+                    for pipe in (self._out, self._err, self._shown):
+                        waiting.register(pipe.fd, select.POLLIN)
+                fds = {fd for fd, _ in waiting.poll()}
+                for fd in self._relay(fds, screen):
+                    waiting.unregister(fd)
+                    self._poller.unregister(fd)
+                if self._control.fileno() in fds:  # nothing was asked of the supervisor: it ended
+                    raise ChannelClosed
+
+    def _relay(self, fds: set[int], screen: SealedScreen) -> list[int]:
+        """What was printed and shown; the pipes nothing will come from any more."""
+        over = [pipe.fd for pipe in (self._out, self._err) if pipe.fd in fds and not pipe.relay(screen)]
+        if self._shown.fd in fds and not self._shown.relay(screen):
+            over.append(self._shown.fd)
+        return over
+
+    def _await_sealed(self, screen: SealedScreen, sink: Sink) -> tuple[bool, list[memoryview]]:
+        interrupted = obeyed = False
+        done: Message | None = None
+        while True:
+            try:
+                while done is None:
+                    fds = {fd for fd, _ in self._poller.poll()}
+                    for fd in self._relay(fds, screen):
+                        self._poller.unregister(fd)
+                    if self._woken in fds and self._was_woken() and not (interrupted and not obeyed):
+                        interrupted, obeyed = True, False
+                        self._order_interrupt()
+                    if self._channel.fileno() in fds:
+                        whole = self._receive_sealed()
+                        if whole is not None and whole.kind == sealed_channel.ASKED:
+                            self._answer_sealed(whole, screen, sink)
+                        elif whole is not None:
+                            done = whole
+                    elif self._control.fileno() in fds:
+                        obeyed = self._obeyed(0)
+                        if not obeyed:
+                            raise ChannelClosed
+                self._shown.drain(screen)
+                if interrupted and not obeyed:
+                    self._obeyed(OBEY_MS)
+                self._launches += done.number
+                return done.kind == sealed_channel.DONE, done.parts
+            except KeyboardInterrupt:
+                if done is not None:
+                    continue  # too late for it, and the answer counts
+                if interrupted:
+                    self._order({"end": "interrupted twice"})
+                    raise
+                interrupted = True
+                self._order_interrupt()
+            except (ChannelClosed, Unreadable, UnreadableFrame):
+                raise
+            except BaseException:
+                if done is None:
+                    self._order_interrupt()
+                if done is None or (interrupted and not obeyed):
+                    self._obeyed(OBEY_MS)
+                raise
+
+    def _receive_sealed(self) -> Message | None:
+        """A message of this call, when it is whole. What belongs to a call that was left is nobody's."""
+        if self._household is None:
+            kind, serial, parts = self._channel.receive()
+            if kind < SEALED_FIRST:
+                return None
+            packet = parts[0]
+        else:
+            found = read_sealed_packet(self._channel.receive_packet())
+            if found is None:
+                raise Unreadable("a packet that is not sealed")
+            kind, serial, packet = found
+        whole = self._assembly.take(kind, serial, packet)
+        return whole if whole is not None and whole.serial == self._serial else None
+
+    def _answer_sealed(self, asked: Message, screen: SealedScreen, sink: Sink) -> None:
+        """What the call asks in its middle."""
+        self._shown.drain(screen)  # it was shown before it asked
+        kind: int = sealed_channel.UNANSWERED
+        told: Sequence[Part] = ()
+        try:
+            if not asked.parts:
+                raise Unreadable("a question without a head")
+            try:
+                head = read_head(asked.parts[0])
+            except BadInput as e:
+                raise Unreadable(e.message) from e
+            fine, told = sink.ask(head, asked.parts[1:])
+            if fine:
+                kind = sealed_channel.ANSWERED
+        finally:  # it waits for nothing else
+            self._send_sealed(kind, asked.number, told, screen)
+
+    @property
+    def launches(self) -> int:
+        """How many kernels its sealed calls said they launched."""
+        return self._launches
+
+    def interrupt(self) -> None:
+        if self._caller and self._woken >= 0:
+            with contextlib.suppress(OSError, ValueError):
+                os.eventfd_write(self._woken, 1)
+
+    def _order_interrupt(self) -> None:
+        inside.write_interrupted(self._page, self._serial)
+        self._order({"interrupt": True, "answer": True})
+
+    def _was_woken(self) -> bool:
+        try:
+            return os.eventfd_read(self._woken) > 0
+        except (BlockingIOError, OSError):
+            return False
+
+    def _check_may_call(self) -> None:
         if self._pid != os.getpid():
             raise WorkerLost("this worker belongs to the parent process")
         if self._caller == threading.get_ident():
@@ -381,12 +638,23 @@ class LocalWorker:
                 "the worker is in the middle of a call, and what answers its question cannot call it",
                 remedy="answer first, and call when the call is over",
             )
+
+    def _trip(
+        self, function: Callable[..., Any], values: Any, *, several: bool, manner: _Manner = _PLAINLY
+    ) -> tuple[bool, Any]:
+        self._check_may_call()
+        if self._household is not None:
+            raise BadInput(
+                "a worker of a household is called sealed only: what it answers is opened by its tenant",
+                remedy="use Lease.run_sealed",
+            )
         with self._lock:
             try:
                 self._caller = threading.get_ident()
                 if self._ending or self._channel.fileno() < 0:
                     raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
                 self._serial += 1
+                self._was_woken()  # for a call that is over
                 parcel = self._send(function, values, several)
                 look_briefly(self._poller)
                 kind, value = self._await(parcel, manner)
@@ -422,6 +690,8 @@ class LocalWorker:
                         self._poller.unregister(pipe.fd)
                 if self._shown.fd in fds and not self._shown.relay(manner.screen):
                     self._poller.unregister(self._shown.fd)
+                if self._woken in fds and self._was_woken():
+                    raise KeyboardInterrupt
                 if self._channel.fileno() in fds:
                     arrived = True
                     kind, serial, parts = self._channel.receive()
@@ -453,10 +723,10 @@ class LocalWorker:
                     self._order({"end": "interrupted twice"})
                     raise
                 interrupted = True
-                self._order({"interrupt": True, "answer": True})
+                self._order_interrupt()
             except BaseException:
                 if not arrived:
-                    self._order({"interrupt": True, "answer": True})
+                    self._order_interrupt()
                     self._obeyed(OBEY_MS)
                 raise
 
@@ -490,12 +760,13 @@ class LocalWorker:
                 return True
         return False
 
-    def _lost(self, *, begun: bool = True, screen: Screen | None = None) -> WorkerLost:
-        if self._supervisor_fd >= 0:
+    def _lost(self, *, begun: bool = True, screen: Screen | SealedScreen | None = None) -> WorkerLost:
+        if self._supervisor_fd >= 0 and not ended(self._supervisor_fd, END_WAIT_US):
+            self._order({"end": "it closed its end, and did not end"})
             ended(self._supervisor_fd, END_WAIT_US)
         for pipe in (self._out, self._err):
             with contextlib.suppress(Exception):
-                pipe.relay()
+                pipe.relay(screen if isinstance(screen, SealedScreen) else None)
         with contextlib.suppress(Exception):
             self._shown.end(screen)
         self._ending = self._ending or self._why()
@@ -520,15 +791,3 @@ class LocalWorker:
         if status < 0:
             return f"it was killed by signal {-status}"
         return f"it exited with code {status}"
-
-
-def _revived(failure: worker.Failure) -> BaseException:
-    if failure.pickled:
-        with contextlib.suppress(Exception):
-            error = unpack_whole(failure.pickled)
-            if isinstance(error, BaseException):
-                error.__cause__ = RemoteTraceback(failure.trace)
-                return error
-    lost = CallFailed(f"{failure.kind}: {failure.text}")
-    lost.__cause__ = RemoteTraceback(failure.trace)
-    return lost

@@ -8,17 +8,21 @@ Rules of this file:
 - A forked child has no part in the pipe: what it prints goes to descriptors 1 and 2, as does what C code writes. They come by the
   worker's other pipes, in their own order.
 - What was taken off the pipe is shown once. When showing fails, the rest waits for the next who shows.
+- A display is JSON, bytes in it as {"base64": text}. Nothing that comes through the pipe is unpickled, and no frame is larger than its
+  reader takes.
 """
 
 from __future__ import annotations
 
 import _thread
+import base64
 import codecs
 import contextlib
 import io
 import itertools
+import json
+import numbers
 import os
-import pickle
 import queue
 import struct
 import sys
@@ -28,7 +32,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from sublet.core.errors import BadInput
-from sublet.ports.worker import Screen
+from sublet.ports.sealed import SHOW_MOST_BYTES
+from sublet.ports.worker import Screen, Sink
 
 OUT, ERR, SHOW = 1, 2, 3
 _HEADER = struct.Struct("<BI")
@@ -44,6 +49,85 @@ _STREAMS = {OUT: "stdout", ERR: "stderr"}
 SHOWN_MOST_BYTES = (1 << 32) - 1
 #: A kind and its bytes.
 _Item = tuple[int, bytes]
+
+
+# --- a display as JSON ---------------------------------------------------------------------------------------
+
+
+def packed_display(what: Mapping[str, Any]) -> bytes:
+    """What JSON has no word for is told in the nearest: a NumPy number as a number, NaN as null, anything else as its text."""
+    quoted = 0
+
+    def other(value: Any) -> Any:
+        nonlocal quoted
+        if isinstance(value, bytes | bytearray | memoryview):
+            quoted += 1
+        return _nearest(value)
+
+    try:
+        text = json.dumps(what, default=other, allow_nan=False)
+        if text.count('"base64":') == quoted:
+            return text.encode()
+    except (TypeError, ValueError):
+        pass  # NaN, or a key that is no text
+    try:
+        return json.dumps(_plain(what), default=_nearest).encode()
+    except (ValueError, RecursionError) as e:
+        raise BadInput(
+            "a display that contains itself cannot be shown; nothing of it was", remedy="show a part of it"
+        ) from e
+
+
+def _nearest(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, set | frozenset):
+        return list(value)
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """The slow way, for the few displays that need it. A dict that looks like our word for bytes is quoted by a list around it."""
+    if isinstance(value, Mapping):
+        made = {str(key): _plain(member) for key, member in value.items()}
+        return {"base64": [made]} if set(made) == {"base64"} else made
+    if isinstance(value, list | tuple):
+        return [_plain(member) for member in value]
+    if isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _nearest(value)
+    return _plain(_nearest(value))
+
+
+def opened_display(data: bytes) -> dict[str, Any]:
+    found = _with_bytes(json.loads(data))
+    if not isinstance(found, dict):
+        raise ValueError("a display is a JSON object")
+    return found
+
+
+def _with_bytes(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_bytes(member) for member in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and "base64" in value:
+        inner = value["base64"]
+        if isinstance(inner, list):
+            return {key: _with_bytes(member) for key, member in inner[0].items()}
+        return base64.b64decode(inner, validate=True)
+    return {key: _with_bytes(member) for key, member in value.items()}
 
 
 # --- in the worker -------------------------------------------------------------------------------------------
@@ -80,7 +164,7 @@ class Frames:
             self.flush()
 
     def show(self, what: Mapping[str, Any]) -> None:
-        data = pickle.dumps(what, 5)
+        data = packed_display(what)
         if len(data) > SHOWN_MOST_BYTES:
             raise BadInput(
                 f"a display of {len(data)} bytes is too large to be shown; nothing of it was",
@@ -140,6 +224,19 @@ class Frames:
 
     def stream(self, kind: int) -> _Stream:
         return _Stream(self, kind)
+
+
+_frames: Frames | None = None
+
+
+def installed(fd: int) -> Frames:
+    """This worker's frames; `sys.stdout` and `sys.stderr` go through them from the first call on."""
+    global _frames
+    if _frames is None:
+        _frames = Frames(fd)
+        sys.stdout, sys.stderr = _frames.stream(OUT), _frames.stream(ERR)
+        os.register_at_fork(after_in_child=_frames.after_fork)
+    return _frames
 
 
 def _framed(items: list[_Item]) -> bytes:
@@ -237,18 +334,40 @@ class _Bytes(io.RawIOBase):
 # --- in the process that called ------------------------------------------------------------------------------
 
 
+class UnreadableFrame(Exception):
+    """What came through the pipe is no frame of ours."""
+
+
+class SealedScreen:
+    """Of a sealed call: displays are handed on as the bytes they are."""
+
+    most_bytes = SHOW_MOST_BYTES
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def text(self, stream: str, text: str) -> None:
+        """In pieces that fit a frame each, whatever was printed at once."""
+        for at in range(0, len(text), _PIECE):
+            self._sink.text(stream, text[at : at + _PIECE])
+
+    def show_sealed(self, data: bytes) -> None:
+        self._sink.show(data)
+
+
 class ScreenPipe:
     """The caller's end: takes frames off the pipe and gives them to whoever shows them."""
 
     def __init__(self, fd: int, fallback: Screen) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
+        self.most_bytes = SHOWN_MOST_BYTES  # of one frame
         self._fallback = fallback
         self._unread = bytearray()
         self._frames: deque[tuple[int, bytes]] = deque()  # taken off the pipe, not shown yet
         self._decoders = {kind: codecs.getincrementaldecoder("utf-8")("replace") for kind in _STREAMS}
 
-    def relay(self, screen: Screen | None) -> bool:
+    def relay(self, screen: Screen | SealedScreen | None) -> bool:
         """What is there now, a pipe's worth of it; whether there can be more."""
         try:
             chunk = os.read(self.fd, _CHUNK)
@@ -258,7 +377,7 @@ class ScreenPipe:
         self._show(screen or self._fallback)
         return chunk != b""
 
-    def drain(self, screen: Screen | None) -> None:
+    def drain(self, screen: Screen | SealedScreen | None) -> None:
         """Everything written so far. A thread that goes on writing is not followed for ever."""
         for _ in range(_DRAIN_MOST):
             try:
@@ -270,7 +389,7 @@ class ScreenPipe:
             self._take(chunk)
         self._show(screen or self._fallback)
 
-    def end(self, screen: Screen | None) -> None:
+    def end(self, screen: Screen | SealedScreen | None) -> None:
         """Nobody writes any more: also what is there of a frame that was cut off, and half of a character."""
         self.drain(screen)
         if len(self._unread) >= _HEADER.size and self._unread[0] in _STREAMS:
@@ -286,6 +405,9 @@ class ScreenPipe:
         at, size = 0, len(self._unread)
         while size - at >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._unread, at)
+            if kind not in (OUT, ERR, SHOW) or length > self.most_bytes:
+                self._unread.clear()
+                raise UnreadableFrame(f"a frame of kind {kind} with {length} bytes")
             if size - at - _HEADER.size < length:
                 break
             at += _HEADER.size
@@ -294,7 +416,7 @@ class ScreenPipe:
             at += length
         del self._unread[:at]
 
-    def _show(self, screen: Screen) -> None:
+    def _show(self, screen: Screen | SealedScreen) -> None:
         frames = self._frames
         while frames:
             kind, data = frames.popleft()  # before it is shown: showing may raise, and nothing is shown twice
@@ -308,10 +430,13 @@ class ScreenPipe:
                 screen.text(_STREAMS[kind], text)
 
     @staticmethod
-    def _show_one(screen: Screen, data: bytes) -> None:
+    def _show_one(screen: Screen | SealedScreen, data: bytes) -> None:
+        if isinstance(screen, SealedScreen):
+            screen.show_sealed(data)
+            return
         try:
-            what = pickle.loads(data)
-        except Exception as e:  # made of something that is not installed here
+            what = opened_display(data)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
             screen.text("stderr", f"A display of the cell cannot be shown here: {type(e).__name__}: {e}\n")
             return
         screen.show(what)

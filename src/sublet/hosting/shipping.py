@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
@@ -61,7 +62,8 @@ class Shipped:
     def __init__(self) -> None:
         self._globals: dict[str, _Sent] = {}
         self._functions: dict[int, _Sent] = {}  # by id, the one used last at the end
-        self._numbers = 0
+        # Not from 0: one worker may be called by several clients that know nothing of each other.
+        self._numbers = secrets.randbits(48)
         self._forgotten: list[int] = []
 
     def parcel(self, function: Callable[..., Any], values: Any, several: bool = False) -> Parcel:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sublet.hosting import accounts, containment, linux
+from sublet.hosting import accounts, containment, household, linux
 from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
 from sublet.hosting.containment import Group
 from sublet.hosting.processes import end_children, ended, read_stat
@@ -37,6 +37,8 @@ LATE_US = 10_000
 BACKSTOP_US = 250_000
 #: With everything gone, a slow disk may take this long to keep the account: the timer guards an empty house then.
 TELL_US = 700_000
+#: To arrange a house is a few dozen system calls.
+SETTLE_SECONDS = 20.0
 #: A lease may be longer than poll() can wait.
 POLL_MOST_MS = 3_600_000
 _SCM_CREDENTIALS = 2
@@ -68,11 +70,12 @@ def _now_us() -> int:
 # --- making a contained worker -------------------------------------------------------------------------------
 
 
-def contain(serve: Serve, *, lingers: bool = False) -> Inmate:
+def contain(serve: Serve, *, lingers: bool = False, settles: bool = False) -> Inmate:
     """Fork the worker into the best containment there is. It waits inside until it is given its descriptors.
 
     When it ends, whatever it started is ended by the kernel at once; with `lingers`, the first process of its namespace stays until
-    nobody is left or it is killed itself, so that those who are left can be asked first."""
+    nobody is left or it is killed itself, so that those who are left can be asked first. With `settles`, it arranges a house of its own
+    (`hosting/household.py`) before it is anybody's, and has the rights to until then."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     used = []
     own = read_stat(os.getpid())
@@ -94,7 +97,7 @@ def contain(serve: Serve, *, lingers: bool = False) -> Inmate:
         used.append(containment.SUBREAPER)
     first = os.fork()
     if first == 0:
-        _inmate(supervisor, group, namespaces, here, there, serve, told_write)
+        _inmate(supervisor, group, namespaces, here, there, serve, told_write, settles)
     there.close()
     if told_write >= 0:
         os.close(told_write)
@@ -118,6 +121,7 @@ def _inmate(
     there: socket.socket,
     serve: Serve,
     told: int,
+    settles: bool,
 ) -> NoReturn:
     # Inside a new namespace the parent is 0; that it lives is checked by the pipe that follows.
     linux.die_with_parent(0 if namespaces else supervisor)
@@ -129,11 +133,13 @@ def _inmate(
     if namespaces:
         containment.own_proc()
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-        if os.getuid() != 0:
+        if os.getuid() != 0 and not settles:
             linux.drop_capabilities()
         worker = os.fork()
         if worker != 0:
             there.close()
+            if os.getuid() != 0:
+                linux.drop_capabilities()
             _first_of_namespace(worker, told)
         linux.die_with_parent(1)
     else:
@@ -142,6 +148,10 @@ def _inmate(
     message, fds = receive_with_fds(there)
     if not message:
         os._exit(0)
+    if settles:
+        reached = household.settle(household.House.read(json.loads(message)), namespaces=namespaces)
+        linux.die_with_parent(1 if namespaces else supervisor)  # a change of rights takes it back
+        there.send(json.dumps(reached).encode())
     there.close()
     serve(fds)
 
@@ -307,15 +317,18 @@ def _status_of(pid: int) -> int | None:
 
 
 def spare(
-    assignments: socket.socket, folder: Path, serve: Callable[[int, int, int, int, int], NoReturn]
+    assignments: socket.socket,
+    folder: Path,
+    serve: Callable[[int, int, int, int, int], NoReturn],
+    home: Path | None = None,
 ) -> NoReturn:
-    """Runs in a fork of the zygote: make a worker, wait until somebody wants it, supervise it."""
+    """Runs in a fork of the zygote: make a worker, wait until somebody wants it, supervise it. `home`: of a household."""
 
     def serve_fds(fds: list[int]) -> NoReturn:
         assignments.close()  # the zygote is none of the user's business
         serve(*fds)
 
-    inmate = contain(serve_fds)
+    inmate = contain(serve_fds, settles=home is not None)
     # A zygote that is gone already is seen below, where the worker is ended.
     with contextlib.suppress(OSError):
         assignments.send(json.dumps({"ready": inmate.containment}).encode())
@@ -339,7 +352,11 @@ def spare(
     order = json.loads(message)
     control = socket.socket(fileno=fds[0])
     supervisor = Supervisor(inmate, control, order["client_pid"], folder)
-    send_with_fds(inmate.link, b"begin", fds[1:])
+    scratch = ""
+    if home is None:
+        send_with_fds(inmate.link, b"begin", fds[1:])
+    else:
+        scratch = _settled(inmate, home, order["house"], supervisor.started, fds[1:])
     for fd in fds[1:]:
         os.close(fd)
     inmate.link.close()
@@ -350,7 +367,26 @@ def spare(
                 "started": supervisor.started,
                 "worker_pid": inmate.pid,
                 "containment": inmate.containment,
+                "scratch": scratch,
             }
         ).encode()
     )
     supervisor.run()
+
+
+def _settled(inmate: Inmate, home: Path, house: dict[str, Any], started: int, fds: list[int]) -> str:
+    """Give the worker its house and its descriptors; what it could arrange is then part of its containment. Its folder."""
+    namespaces = containment.PID_NAMESPACE in inmate.containment
+    scratch = household.make_scratch(household.scratch_root(home, namespaces), os.getpid(), started)
+    terms = {"number": house["number"], "hide": house["hide"], "home": str(home), "scratch": str(scratch)}
+    send_with_fds(inmate.link, json.dumps(terms).encode(), fds)
+    inmate.link.settimeout(SETTLE_SECONDS)
+    try:
+        reached = inmate.link.recv(4096)
+    except OSError:
+        reached = b""
+    if not reached:  # nobody's yet: whoever asked is told by our end
+        kill_all(inmate)
+        raise OSError("the worker could not arrange its house")
+    inmate.containment = household.in_words(inmate.containment, json.loads(reached))
+    return str(scratch)

@@ -6,6 +6,7 @@ Rules of this file:
 - SIGTERM ends the code that runs by an exception, so that its `finally` blocks see it; SIGINT is the user's own interrupt, and
   counts only while the user's code runs.
 - A child that the user's code forks is not the worker: it answers nothing, and ends where it would have come back.
+- A sealed call is bytes in and bytes out ("module:function", parts): whoever made it opens nothing that comes from here.
 - It knows the lease it works under (`sublet.inside`), not the ledger: no address, no token, no secret is in here. What it needs of
   them in the middle of a call it asks the process that called for (`ask_caller`).
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
+import json
 import mmap
 import os
 import select
@@ -24,14 +27,18 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
 from sublet import inside
-from sublet.hosting.channel import Channel, ChannelClosed, look_briefly
+from sublet.hosting import sealed_channel
+from sublet.hosting.channel import SEALED_FIRST, Channel, ChannelClosed, look_briefly
+from sublet.hosting.failing import Failure
 from sublet.hosting.pickling import Pickled, main_globals, pack, pack_whole, unpack, unpack_whole
+from sublet.ports.sealed import packed_head
+from sublet.ports.worker import Part
 
 #: NOT_BEGUN: what the call needs could not be unpacked here; it is to be sent again. ASKED: a question in the middle of a call.
 CALL, RESULT, RAISED, NOT_BEGUN, ASKED, ANSWERED = 1, 2, 3, 4, 5, 6
@@ -54,22 +61,27 @@ class Terms:
     arguments: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception on its way: itself if it can travel, and its traceback as text in any case."""
+class SealedFailure(Exception):
+    """What a sealed call's function raises to answer (False, parts) with parts of its own."""
 
-    pickled: bytes
-    kind: str
-    text: str
-    trace: str
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__("the sealed call failed")
+        self.parts = parts
 
 
+#: Of a sealed call or an ordinary one.
+_Taken = tuple[int, int, list[memoryview]]
 _page: mmap.mmap | None = None
 _channel: Channel | None = None
 _serial = 0
 _questions = 0
 #: Calls that arrived where an answer was waited for.
-_put_back: list[tuple[int, list[memoryview]]] = []
+_put_back: list[_Taken] = []
+_assembly = sealed_channel.Assembly(sealed_channel.TO_WORKER)
+#: Whether the call that runs is a sealed one.
+_in_sealed = False
+#: Of ordinary calls and of those that were sealed as `pickled`, by the caller's numbers.
+functions: dict[int, Callable[..., Any]] = {}
 #: Where output goes that has to stay in one order with displays: see `hosting/screen.py`.
 screen_fd = -1
 #: What SIGINT does while user code runs. Between calls it is ignored: it was meant for one that is over.
@@ -98,20 +110,19 @@ def move_in(terms: Terms) -> int:
 
 def ask_caller(question: Any) -> Any:
     """In the middle of a call: ask the process that made it. Raises KeyboardInterrupt when it does not wait for the call any more."""
-    global _questions
-    assert _channel is not None
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("only the thread the call runs in can ask the process that made it")
-    _questions += 1
-    asked = _questions
+    if _in_sealed:
+        answered, parts = ask_sealed({"ask": "pickled"}, pack(question))
+        if not answered:
+            raise KeyboardInterrupt
+        return unpack(parts)
+    channel, asked = _new_question()
     packed = pack((asked, question))
-    with _interrupts_held_back():
-        _channel.send(ASKED, packed, _serial)
+    with interrupts_held_back():
+        channel.send(ASKED, packed, _serial)
         while True:
-            kind, serial, parts = _channel.receive()
-            if kind == CALL:  # the one that asks was given up
-                _put_back.append((serial, parts))
-                raise KeyboardInterrupt
+            kind, _, parts = _next_but_a_call(channel)
+            if kind != ANSWERED:
+                continue
             number, answered, answer = unpack(parts)
             if number == asked:
                 break
@@ -120,8 +131,54 @@ def ask_caller(question: Any) -> Any:
     return answer
 
 
+def ask_sealed(head: Mapping[str, Any], parts: Sequence[Part]) -> tuple[bool, list[memoryview]]:
+    """In the middle of a sealed call: ask who made it, in bytes. (False, ...): it was refused, or nobody answers such a question."""
+    if not _in_sealed:
+        raise RuntimeError("only a sealed call can ask in bytes")
+    channel, asked = _new_question()
+    question = [packed_head(head), *parts]
+    _flush()  # what was printed before it was asked is seen before it is answered
+    with interrupts_held_back():
+        for packet in sealed_channel.packets(sealed_channel.ASKED, _serial, asked, question):
+            channel.send_packet(packet)
+        while True:
+            kind, number, found = _next_but_a_call(channel)
+            if number == asked and kind in (sealed_channel.ANSWERED, sealed_channel.UNANSWERED):
+                break
+    return kind == sealed_channel.ANSWERED, found
+
+
+def _new_question() -> tuple[Channel, int]:
+    global _questions
+    assert _channel is not None
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("only the thread the call runs in can ask the process that made it")
+    _questions += 1
+    return _channel, _questions
+
+
+def _next_but_a_call(channel: Channel) -> _Taken:
+    """What arrives where an answer is waited for. A call there means that the one that asks was given up."""
+    kind, serial, parts = _take(channel)
+    if kind in (CALL, sealed_channel.CALL):
+        _put_back.append((kind, serial, parts))
+        raise KeyboardInterrupt
+    return kind, serial, parts
+
+
+def _take(channel: Channel) -> _Taken:
+    """The next whole message: kind, serial and parts; of an answer to a sealed question, its number instead of the serial."""
+    while True:
+        kind, serial, parts = channel.receive()
+        if kind < SEALED_FIRST:
+            return kind, serial, parts
+        whole = _assembly.take(kind, serial, parts[0])
+        if whole is not None:
+            return whole.kind, serial if whole.kind == sealed_channel.CALL else whole.number, whole.parts
+
+
 @contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
+def interrupts_held_back() -> Iterator[None]:
     """Not by the thread's signal mask: with more than one thread, a signal is another's, and its handler still runs in this one."""
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
@@ -180,7 +237,7 @@ def _in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _ignore_interrupts() -> None:
+def ignore_interrupts() -> None:
     global _on_interrupt
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         _on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN) or signal.default_int_handler
@@ -188,32 +245,70 @@ def _ignore_interrupts() -> None:
 
 def _loop(channel: Channel) -> None:
     global _serial
-    functions: dict[int, Callable[..., Any]] = {}
     poller = select.poll()
     poller.register(channel.fileno(), select.POLLIN)
     while True:
         if _put_back:
-            serial, parts = _put_back.pop()
+            kind, serial, parts = _put_back.pop()
         else:
             look_briefly(poller)  # for the next call of a loop
-            kind, serial, parts = channel.receive()
-            if kind != CALL:
-                continue  # the answer to a question that nobody asks any more
-        _serial = serial
-        try:
-            answer, packed = _answer(functions, parts)
-        except KeyboardInterrupt as e:  # another, while the first was being dealt with
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            answer, packed = RAISED, pack(_failure(e))
-        _flush()
-        try:
-            channel.send(answer, packed, serial)
-        except (OSError, MemoryError) as e:  # no room for so large a value
-            channel.send(RAISED, pack(_failure(e)), serial)
-        del packed
+            kind, serial, parts = _take(channel)
+        if kind == CALL:
+            _serial = serial
+            _serve_call(channel, parts)
+        elif kind == sealed_channel.CALL:
+            _serial = serial
+            _serve_sealed(channel, parts)
+        del parts  # else: the answer to a question that nobody asks any more
 
 
-def _answer(functions: dict[int, Callable[..., Any]], parts: list[memoryview]) -> tuple[int, Pickled]:
+def _serve_call(channel: Channel, parts: list[memoryview]) -> None:
+    try:
+        answer, packed = _answer(parts)
+    except KeyboardInterrupt as e:  # another, while the first was being dealt with
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        answer, packed = RAISED, pack(failure_of(e))
+    _flush()
+    try:
+        channel.send(answer, packed, _serial)
+    except (OSError, MemoryError) as e:  # no room for so large a value
+        channel.send(RAISED, pack(failure_of(e)), _serial)
+
+
+def _serve_sealed(channel: Channel, parts: list[memoryview]) -> None:
+    global _in_sealed
+    launched = inside.launches()
+    _in_sealed = True
+    try:
+        fine, answer = _answer_sealed(parts)
+    except KeyboardInterrupt as e:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        fine, answer = False, [told(e)]
+    finally:
+        _in_sealed = False
+    _flush()
+    try:
+        made = sealed_channel.packets(
+            sealed_channel.DONE if fine else sealed_channel.FAILED,
+            _serial,
+            inside.launches() - launched,
+            answer,
+        )
+        first = next(made)
+    except (ValueError, TypeError, BufferError, MemoryError) as e:  # it returned something else than bytes
+        made = sealed_channel.packets(sealed_channel.FAILED, _serial, 0, [told(e)])
+        first = next(made)
+    channel.send_packet(first)
+    for packet in made:
+        channel.send_packet(packet)
+
+
+def _is_interrupted() -> bool:
+    """Before its call was read: the signal found nobody who would have heard it."""
+    return _page is not None and inside.read_interrupted(_page) == _serial
+
+
+def _answer(parts: list[memoryview]) -> tuple[int, Pickled]:
     worker = os.getpid()
     failed = NOT_BEGUN
     try:
@@ -222,31 +317,68 @@ def _answer(functions: dict[int, Callable[..., Any]], parts: list[memoryview]) -
             # An interrupt that comes before the user's code runs is kept for it: to import what it needs may take a while.
             signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
             try:
-                function, values, several = _prepare(functions, parts)
+                function, values, several = prepare(parts)
             finally:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             failed = RAISED
             signal.signal(signal.SIGINT, _on_interrupt)
-            if came:
+            if came or _is_interrupted():
                 signal.raise_signal(signal.SIGINT)
-            result = _call_many(function, values) if several else _call(function, values)
+            result = call_many(function, values) if several else call_once(function, values)
             if os.getpid() == worker:
                 return RESULT, pack(result)
         finally:
-            _ignore_interrupts()
+            ignore_interrupts()
     except Ending:
         raise
     except BaseException as e:
-        _ignore_interrupts()  # it may have been one that came just before the line above
+        ignore_interrupts()  # it may have been one that came just before the line above
         if os.getpid() == worker:
-            return failed, pack(_failure(e))
+            return failed, pack(failure_of(e))
         _leave(e)
     return _leave(None)
 
 
-def _prepare(
-    functions: dict[int, Callable[..., Any]], parts: list[memoryview]
-) -> tuple[Callable[..., Any], Any, bool]:
+def _answer_sealed(parts: list[memoryview]) -> tuple[bool, Sequence[Part]]:
+    """As an ordinary call is answered. The function is found first, with interrupts held back for it."""
+    worker = os.getpid()
+    try:
+        came: list[int] = []
+        try:
+            signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+            try:
+                function = _found(bytes(parts.pop(0)).decode())
+            finally:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, _on_interrupt)
+            if came or _is_interrupted():
+                signal.raise_signal(signal.SIGINT)
+            result: Sequence[Part] = function(parts)
+            if os.getpid() == worker:
+                return True, result
+        finally:
+            ignore_interrupts()
+    except Ending:
+        raise
+    except SealedFailure as e:
+        ignore_interrupts()
+        if os.getpid() == worker:
+            return False, e.parts
+    except BaseException as e:
+        ignore_interrupts()
+        if os.getpid() == worker:
+            return False, [told(e)]
+        _leave(e)
+    return _leave(None)
+
+
+def _found(target: str) -> Callable[[list[memoryview]], Sequence[Part]]:
+    module, _, name = target.partition(":")
+    found: Callable[[list[memoryview]], Sequence[Part]] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def prepare(parts: list[memoryview]) -> tuple[Callable[..., Any], Any, bool]:
     message = unpack(
         parts
     )  # with its values if they are plain; else they follow, made of what is defined here first
@@ -261,20 +393,20 @@ def _prepare(
     return functions[message[0]], values, message[2]
 
 
-def _call(function: Callable[..., Any], values: Any) -> Any:
+def call_once(function: Callable[..., Any], values: Any) -> Any:
     args, kwargs = values
     del values
     return function(*args, **kwargs)
 
 
-def _call_many(function: Callable[..., Any], calls: Any) -> list[tuple[bool, Any]]:
+def call_many(function: Callable[..., Any], calls: Any) -> list[tuple[bool, Any]]:
     worker = os.getpid()
     results: list[tuple[bool, Any]] = []
     for args, kwargs in calls:
         try:
             results.append((True, function(*args, **kwargs)))
         except Exception as e:
-            results.append((False, _failure(e)))
+            results.append((False, failure_of(e)))
         if os.getpid() != worker:
             break
     return results
@@ -294,12 +426,8 @@ def _leave(error: BaseException | None) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def _failure(error: BaseException) -> Failure:
-    # The frames of this file are of no use to who reads it.
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    text = "".join(traceback.format_exception(type(error), error, trace))
+def failure_of(error: BaseException, *, begun: bool = True) -> Failure:
+    text = trace_of(error)
     error = error.with_traceback(None)
     try:
         pickled = pack_whole(error)
@@ -308,11 +436,36 @@ def _failure(error: BaseException) -> Failure:
         raise
     except BaseException:
         pickled = b""
+    return Failure(pickled, type(error).__name__, _message_of(error), text, begun)
+
+
+def told(error: BaseException, **more: Any) -> bytes:
+    """What a sealed call raised, for somebody who opens no pickle."""
+    fields = {"kind": type(error).__name__, "text": _message_of(error), "trace": trace_of(error), **more}
+    return json.dumps(fields).encode()
+
+
+#: Their frames are of no use to who reads a traceback.
+_OURS = {__file__}
+
+
+def not_shown(file: str) -> None:
+    """In tracebacks: frames of this file, where they come before the user's."""
+    _OURS.add(file)
+
+
+def trace_of(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _message_of(error: BaseException) -> str:
     try:
-        message = str(error)[:10_000]
+        return str(error)[:10_000]
     except Exception:
-        message = "its message cannot be shown"
-    return Failure(pickled, type(error).__name__, message, text)
+        return "its message cannot be shown"
 
 
 def _flush() -> None:

@@ -15,7 +15,6 @@ Rules of this file:
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import itertools
 import mmap
 import os
@@ -24,6 +23,11 @@ import sys
 import threading
 from bisect import bisect_right
 from dataclasses import dataclass, field
+
+try:
+    import fcntl
+except ImportError:  # a client of a studio, not on Linux: this file is imported there, and not used
+    fcntl = None  # type: ignore[assignment]
 
 _SYS_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY = 1

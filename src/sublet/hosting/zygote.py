@@ -4,6 +4,7 @@ Rules of this file:
 - It imports and forks. It never computes, never touches a GPU platform, never runs user code: a library that has started its
   threads or opened its device cannot be forked.
 - A spare worker is kept ready, contained and waiting. Whoever asks gets it at once; the next one is made afterwards.
+- One that forks workers of tenants has a clean environment, and removes what a worker of its left in its scratch folder.
 - It serves its own user only, and leaves when nobody has wanted anything for a while or its socket is gone.
 """
 
@@ -23,8 +24,9 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from sublet.hosting import containment, linux
+from sublet.hosting import containment, household, linux
 from sublet.hosting.channel import pair, reachable, receive_with_fds, send_with_fds
 from sublet.hosting.processes import all_stats, children_of
 from sublet.hosting.supervisor import spare
@@ -41,8 +43,13 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class Zygote:
-    def __init__(self, folder: Path, name: str, idle_exit: float, lock: int) -> None:
-        self._folder, self._name = folder, name
+    def __init__(
+        self, folder: Path, name: str, idle_exit: float, lock: int, home: Path | None = None
+    ) -> None:
+        """`home`: SUBLET_HOME, if its workers are tenants' and must not see it."""
+        self._folder, self._name, self._home = folder, name, home
+        self._sweeper = 0
+        self._to_sweep = home is not None
         self._lock = lock
         self._idle_exit = idle_exit
         self._supervisors: set[int] = set()
@@ -79,6 +86,7 @@ class Zygote:
             now = time.monotonic()
             if self._spare is None and self._spare_at is not None and now >= self._spare_at:
                 self._make_spare()
+            self._sweep()
             if self._supervisors - ({self._spare_pid} if self._spare is not None else set()):
                 wanted_at = now
             elif now - wanted_at > self._idle_exit:
@@ -114,7 +122,7 @@ class Zygote:
                 for fd in (self._wake_read, self._wake_write, self._lock, *self._in_hand):
                     os.close(fd)
                 os.setsid()
-                spare(there, self._folder, serve)
+                spare(there, self._folder, serve, self._home)
             except BaseException as e:
                 print(f"supervisor: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
             finally:
@@ -135,13 +143,16 @@ class Zygote:
                 try:
                     if message and uid == os.getuid() and len(fds) == FDS:
                         self._in_hand = [asker.fileno(), *fds]
-                        self._hand_over(pid, fds)
+                        order = {"client_pid": pid}
+                        if self._home is not None:
+                            order["house"] = json.loads(message)
+                        self._hand_over(order, fds)
                 finally:
                     self._in_hand = []
                     for fd in fds:
                         os.close(fd)
 
-    def _hand_over(self, client_pid: int, fds: list[int]) -> None:
+    def _hand_over(self, order: dict[str, Any], fds: list[int]) -> None:
         for _ in range(2):  # a spare may have died since it was made
             if self._spare is None:
                 self._make_spare()
@@ -150,7 +161,7 @@ class Zygote:
             self._spare_at = time.monotonic() + SPARE_AFTER_SECONDS
             with given, contextlib.suppress(OSError):
                 if receive_with_fds(given)[0]:
-                    send_with_fds(given, json.dumps({"client_pid": client_pid}).encode(), fds)
+                    send_with_fds(given, json.dumps(order).encode(), fds)
                     return
 
     def _reap(self) -> None:
@@ -160,10 +171,29 @@ class Zygote:
                 if pid == 0:
                     break
                 self._supervisors.discard(pid)
+                if pid == self._sweeper:
+                    self._sweeper = 0
+                else:
+                    self._to_sweep = True
         for orphan in children_of(os.getpid(), all_stats()):
-            if orphan.pid not in self._supervisors:
+            if orphan.pid not in self._supervisors and orphan.pid != self._sweeper:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(orphan.pid, signal.SIGKILL)
+
+    def _sweep(self) -> None:
+        """In a process of its own: a folder may be large, and somebody may want a worker."""
+        if self._home is None or not self._to_sweep or self._sweeper:
+            return
+        self._to_sweep = False
+        root = household.scratch_root(self._home, containment.namespaces_work())
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                self._listener.close()
+                os.close(self._lock)
+                household.remove_left_scratch(root)
+            os._exit(0)
+        self._sweeper = pid
 
 
 def main() -> int:
@@ -171,8 +201,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--preload", default="")
+    parser.add_argument("--household", type=Path, help="SUBLET_HOME, for workers of tenants")
     parser.add_argument("--idle-exit", type=float, default=IDLE_EXIT_SECONDS)
     wanted = parser.parse_args()
+    # Whoever started this may have held signals back, as Ray's processes do; a worker must hear them.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     wanted.folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(wanted.folder / f"{wanted.name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -181,8 +214,9 @@ def main() -> int:
         return 0  # somebody else's start won
     os.ftruncate(lock, 0)  # a longer pid may stand there
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    containment.namespaces_work()
-    zygote = Zygote(wanted.folder, wanted.name, wanted.idle_exit, lock)
+    if not containment.namespaces_work() and wanted.household is not None and os.getuid() == 0:
+        os.chmod(wanted.household, 0o700)  # nothing else keeps a tenant's user out of it
+    zygote = Zygote(wanted.folder, wanted.name, wanted.idle_exit, lock, wanted.household)
     zygote.begin()
     for module in filter(None, wanted.preload.split(",")):
         try:

@@ -1,4 +1,9 @@
-"""Devices: what hosts report, and what operators decide about them."""
+"""Devices: what hosts report, and what operators decide about them.
+
+Rules of this file:
+- A device is of one host. Another may have it when the first is silent or does not report it any more, and nothing of the first is left on it:
+  a cloud gives the same GPU to the next machine, under another name.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,20 @@ from sublet.ports.topics import SCHEDULE_TOPIC
 
 def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool) -> SubletError | None:
     _ = tx.pool
-    for device in found:
-        other = tx.row("SELECT host FROM device WHERE id = ? AND host <> ?", device.id, host)
-        if other is not None:
-            return BadInput(
-                f"device {device.id} already belongs to host {other[0]}",
-                remedy="give each machine its own SUBLET_HOST",
-            )
+    elsewhere = [
+        (device, device_of(row))
+        for device in found
+        if (row := tx.row(f"{SELECT_DEVICE} WHERE id = ? AND host <> ?", device.id, host)) is not None
+    ]
+    for _, there in elsewhere:
+        refusal = _not_ours(tx, there)
+        if refusal is not None:
+            return refusal
     _beat(tx, host)
+    for device, there in elsewhere:
+        _move(tx, device, there, host)
     known = {d.id: d for d in map(device_of, tx.rows(f"{SELECT_DEVICE} WHERE host = ?", host))}
-    changes: list[str] = []
+    changes = [f"+{device.id}" for device, _ in elsewhere]
     for device in found:
         old = known.get(device.id)
         if old is None:
@@ -64,6 +73,41 @@ def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool)
         write_main(tx, "host.reported", "", host, {"changes": sorted(changes)})
         hand_out(tx)
     return None
+
+
+def _not_ours(tx: Tx, old: Device) -> SubletError | None:
+    """None when the device may be another host's from now on."""
+    heard = tx.row("SELECT seen_at FROM host WHERE name = ?", old.host)
+    silent = heard is None or heard[0] < tx.now - tx.pool.policy.host_silence_us
+    if not silent and old.state is not DeviceState.LOST:
+        return BadInput(
+            f"device {old.id} already belongs to host {old.host}, whose warden is running",
+            remedy="give each machine its own SUBLET_HOST, and each device one",
+        )
+    if old.leases:
+        return BadInput(
+            f"device {old.id} was on host {old.host}, which is silent, with {old.leases} lease(s) not settled yet",
+            remedy="start the warden of that host again, or wait: they end at their deadlines, and a host silent for the policy's "
+            "host_gone is given up",
+        )
+    return None
+
+
+def _move(tx: Tx, device: FoundDevice, old: Device, host: str) -> None:
+    """What was withheld stays withheld."""
+    state = DeviceState.READY if old.state is DeviceState.LOST else old.state
+    tx.run(
+        "UPDATE device SET host = ?, ordinal = ?, name = ?, capacity_bytes = ?, free_bytes = ?, state = ?, note = ? WHERE id = ?",
+        host,
+        device.ordinal,
+        device.name,
+        device.capacity_bytes,
+        device.capacity_bytes,
+        state.value,
+        "" if state is DeviceState.READY else old.note,
+        device.id,
+    )
+    write_main(tx, "device.moved", "", device.id, {"from": old.host, "to": host, "state": state.value})
 
 
 def _beat(tx: Tx, host: str) -> None:

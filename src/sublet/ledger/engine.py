@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from sublet.core.errors import SubletError
-from sublet.ledger.tx import Tx
+from sublet.ledger.tx import Row, Tx
 from sublet.ports.bell import Bell
 
 T = TypeVar("T")
@@ -17,6 +17,12 @@ class Engine(Protocol):
 
     def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T: ...
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T: ...
+    def at_once(self, work: Callable[[], T]) -> T:
+        """Every `read` of this thread inside is of one transaction."""
+
+    def glance(self, sql: str, *params: object) -> Row | None:
+        """One statement that reads, without a transaction around it: for what is asked at every request."""
+
     def now(self) -> int: ...
     def ring(self, topics: set[str]) -> None: ...
     def bell(self) -> Bell: ...

@@ -40,11 +40,11 @@ def _commits(tx: Tx, since: int) -> Iterator[Commitment]:
             job=strand.removeprefix("job:"),
             at=at,
             steps=told["step"] - told["first"] + 1,
-            compute_us=_compute_us(outcome) if version == told["version"] else 0,
+            compute_us=compute_us(outcome) if version == told["version"] else 0,
         )
 
 
-def _compute_us(outcome: str | None) -> int:
+def compute_us(outcome: str | None) -> int:
     """Whoever commits without saying how long it computed has an outcome of its own making."""
     try:
         said = json.loads(outcome or "")

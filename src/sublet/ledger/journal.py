@@ -17,7 +17,7 @@ from sublet.core.journal import (
     verify_strand,
 )
 from sublet.ledger.tx import Row, Tx, write_main
-from sublet.ports.ledger import Verification
+from sublet.ports.ledger import Followed, Verification
 
 _COLUMNS = "strand, seq, at, kind, tenant, subject, body, hash"
 
@@ -110,6 +110,12 @@ def tail(tx: Tx, after: int, limit: int) -> list[tuple[int, Entry]]:
         newest = tx.rows(f"SELECT id, {_COLUMNS} FROM journal ORDER BY id DESC LIMIT ?", limit)
         found = list(reversed(newest))
     return [(r[0], _entry(r[1:])) for r in found]
+
+
+def follow(tx: Tx, after: int, limit: int) -> Followed:
+    running_from, begun_before = tx.others()
+    rows = tuple(tail(tx, max(0, after), limit))
+    return Followed(at=tx.now, rows=rows, running_from=running_from, begun_before=begun_before)
 
 
 def seal(tx: Tx) -> str:

@@ -26,15 +26,20 @@ from sublet.core.lease import (
     REVOCABLE_FOR,
     EndReason,
     Event,
+    Holder,
     Lease,
     LeaseState,
     Renewed,
     after,
     changed,
+    last_active,
     overdue,
 )
 from sublet.core.lease import (
     renew as decide_renew,
+)
+from sublet.core.lease import (
+    seat as decide_seat,
 )
 from sublet.core.values import format_duration
 from sublet.ledger import allowances, receipts
@@ -89,18 +94,19 @@ def renew(tx: Tx, key: LeaseKey, busy: bool) -> Answer | SubletError:
         lease.id,
         {"epoch": lease.epoch, "expires_at": decision.expires_at},
     )
+    active_at = last_active(lease, busy, now)
     tx.run(
         "UPDATE lease SET expires_at = ?, busy = ?, active_at = ?, claimed = 1, strand_seq = ?, strand_hash = ? "
         "WHERE id = ? AND epoch = ?",
         decision.expires_at,
         int(busy),
-        now,
+        active_at,
         end.seq,
         end.hash,
         lease.id,
         lease.epoch,
     )
-    renewed = changed(lease, expires_at=decision.expires_at, busy=busy, active_at=now, claimed=True)
+    renewed = changed(lease, expires_at=decision.expires_at, busy=busy, active_at=active_at, claimed=True)
     return Answer(lease=renewed, at=now)
 
 
@@ -117,6 +123,44 @@ def mark(tx: Tx, key: LeaseKey, busy: bool) -> None:
         tx.rings.add(SCHEDULE_TOPIC)
 
 
+def seat(tx: Tx, key: LeaseKey, holder: Holder) -> Answer | SubletError:
+    """The pool is locked: an expiry that settles what is held by name only must not happen beside it."""
+    _ = tx.pool
+    row = tx.locked(LEASE_BY_ID, key.lease_id)
+    if row is None or not proves(row, key.secret):
+        return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
+    lease = lease_of(row)
+    marks = ",".join("?" * len(lease.slices))
+    found = tx.rows(
+        f"SELECT DISTINCT host FROM device WHERE id IN ({marks or 'NULL'})",
+        *(s.device_id for s in lease.slices),
+    )
+    refusal = decide_seat(lease, key.epoch, tx.now, holder, [host for (host,) in found])
+    if refusal:
+        return LeaseLost(
+            f"lease {lease.id} has no place for process {holder.pid} on {holder.host}: {refusal}"
+        )
+    if lease.holder == holder:
+        return Answer(lease=lease, at=tx.now)  # seated before, and the answer was lost
+    tx.run(
+        "UPDATE lease SET host = ?, pid = ?, pid_started = ? WHERE id = ? AND epoch = ?",
+        holder.host,
+        holder.pid,
+        holder.started,
+        lease.id,
+        lease.epoch,
+    )
+    write_main(
+        tx,
+        "lease.seated",
+        lease.tenant,
+        lease.id,
+        {"epoch": lease.epoch, "host": holder.host, "pid": holder.pid},
+    )
+    tx.rings.update((host_topic(lease.holder.host), host_topic(holder.host)))
+    return Answer(lease=changed(lease, holder=holder), at=tx.now)
+
+
 def release(tx: Tx, lease_id: str, secret: str, torn_down: bool = True) -> bool | SubletError:
     _ = tx.pool
     row = opened(tx, lease_id, secret)
@@ -128,7 +172,7 @@ def release(tx: Tx, lease_id: str, secret: str, torn_down: bool = True) -> bool 
     if lease.state is LeaseState.WAITING:
         why, detail = EndReason.RELEASED, "left the waitlist"
     elif (late := overdue(lease, tx.now)) is not None:
-        why, detail = late, "released after it was over"
+        why, detail = late, f"released after it was over{': ' if lease.detail else ''}{lease.detail}"
     elif lease.state is LeaseState.REVOKING:
         why, detail = lease.reason or EndReason.REVOKED, f"drained in time: {lease.detail}"
     else:

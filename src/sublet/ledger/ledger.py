@@ -8,7 +8,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from sublet.core import meter
@@ -22,7 +23,9 @@ from sublet.core.journal import Entry
 from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request
 from sublet.core.meter import Usage
 from sublet.core.policy import Policy
+from sublet.core.price import Price, check_class, check_micro, check_tier
 from sublet.core.proof import Proof
+from sublet.core.session import check_detail, opened
 from sublet.core.tenancy import Tenant
 from sublet.core.token import Scope, Token, check_digest, check_id, check_note
 from sublet.core.values import MAX_DURATION_US, check_job, check_name
@@ -33,10 +36,15 @@ from sublet.ledger import (
     goodput,
     journal,
     leases,
+    meters,
+    prices,
     progress,
     proof,
     receipts,
     restored,
+    session_usage,
+    sessions,
+    storage,
     tenants,
     ticking,
     tokens,
@@ -54,11 +62,16 @@ from sublet.ports.ledger import (
     Answer,
     BlockAnswer,
     BlockRecord,
+    Followed,
     FoundDevice,
     HeldTime,
     HostView,
     Identity,
     LeaseKey,
+    MeterPage,
+    SessionAnswer,
+    SessionUsage,
+    Stays,
     Teardown,
     TickResult,
     Verification,
@@ -66,6 +79,8 @@ from sublet.ports.ledger import (
 from sublet.ports.processes import Receipt
 
 T = TypeVar("T")
+#: Parameters of one statement.
+LOOKED_AT_ONCE = 500
 
 
 class SqlLedger(ItemVerbs):
@@ -102,6 +117,10 @@ class SqlLedger(ItemVerbs):
 
         return self.engine.write(work, durable=False, patience_us=patience_us)
 
+    def seat(self, key: LeaseKey, holder: Holder) -> Answer:
+        check_name(holder.host, what="host")
+        return self._write(lambda tx: leases.seat(tx, key, holder), durable=True)  # type: ignore[no-any-return]
+
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         self._write(lambda tx: leases.mark(tx, key, busy), durable=False)
 
@@ -120,6 +139,18 @@ class SqlLedger(ItemVerbs):
             return Answer(lease=lease_of(row), at=tx.now)
 
         return raised(self.engine.read(read, patience_us=patience_us))
+
+    def look_many(self, lease_ids: Sequence[str], *, patience_us: int | None = None) -> list[Answer]:
+        def read(tx: Tx) -> list[Answer]:
+            found: list[Answer] = []
+            for at in range(0, len(lease_ids), LOOKED_AT_ONCE):
+                part = lease_ids[at : at + LOOKED_AT_ONCE]
+                marks = ",".join("?" * len(part))
+                rows = tx.rows(f"{SELECT_LEASE} WHERE id IN ({marks})", *part)
+                found += [Answer(lease=lease_of(row), at=tx.now) for row in rows]
+            return found
+
+        return self.engine.read(read, patience_us=patience_us)
 
     # leases, by wardens, operators and listings
 
@@ -185,7 +216,14 @@ class SqlLedger(ItemVerbs):
 
     def add_tenant(self, tenant: Tenant, *, actor: str, exist_ok: bool = False) -> Tenant:
         check_name(tenant.name, what="tenant")
-        _check_limits(tenant.weight, tenant.max_leases, tenant.max_vram_bytes, tenant.max_waiting)
+        _check_limits(
+            tenant.weight,
+            tenant.max_leases,
+            tenant.max_vram_bytes,
+            tenant.max_waiting,
+            tenant.max_sessions,
+            tenant.max_storage_bytes,
+        )
         _check_per_day(tenant.gpu_us_per_day)
         return self._write(lambda tx: tenants.add_tenant(tx, tenant, actor, exist_ok), durable=True)  # type: ignore[no-any-return]
 
@@ -199,6 +237,8 @@ class SqlLedger(ItemVerbs):
         max_vram_bytes: int | None = None,
         max_waiting: int | None = None,
         gpu_us_per_day: int | None = None,
+        max_sessions: int | None = None,
+        max_storage_bytes: int | None = None,
     ) -> Tenant:
         wanted = {
             "weight": weight,
@@ -206,8 +246,17 @@ class SqlLedger(ItemVerbs):
             "max_vram_bytes": max_vram_bytes,
             "max_waiting": max_waiting,
             "gpu_us_per_day": gpu_us_per_day,
+            "max_sessions": max_sessions,
+            "max_storage_bytes": max_storage_bytes,
         }
-        _check_limits(weight if weight is not None else 1, max_leases, max_vram_bytes, max_waiting)
+        _check_limits(
+            weight if weight is not None else 1,
+            max_leases,
+            max_vram_bytes,
+            max_waiting,
+            max_sessions,
+            max_storage_bytes,
+        )
         _check_per_day(gpu_us_per_day)
         changes = {column: value for column, value in wanted.items() if value is not None}
         return self._write(lambda tx: tenants.set_tenant(tx, name, changes, actor), durable=True)  # type: ignore[no-any-return]
@@ -245,7 +294,7 @@ class SqlLedger(ItemVerbs):
         return self.engine.read(lambda tx: tokens.list_tokens(tx, tenant))
 
     def look_token(self, token_id: str) -> Token | None:
-        return self.engine.read(lambda tx: tokens.look(tx, token_id))
+        return tokens.token_of(self.engine.glance(tokens.BY_ID, token_id))
 
     def rotate_token(
         self, token_id: str, new_id: str, digest: str, *, actor: str, overlap_us: int = 0
@@ -262,6 +311,117 @@ class SqlLedger(ItemVerbs):
     def revoke_token(self, token_id: str, *, actor: str) -> Token:
         check_id(token_id)
         return self._write(lambda tx: tokens.revoke(tx, token_id, actor), durable=True)  # type: ignore[no-any-return]
+
+    # studio sessions
+
+    def open_session(
+        self,
+        session_id: str,
+        tenant: str,
+        *,
+        request: Request,
+        warm_us: int,
+        host: str,
+        name: str = "",
+        checkpoint: str = "",
+    ) -> SessionAnswer:
+        asked = opened(
+            session_id,
+            tenant,
+            request=request,
+            warm_us=warm_us,
+            name=name,
+            checkpoint=checkpoint,
+            host=host,
+        )
+        return self._write(lambda tx: sessions.open_session(tx, asked), durable=True)  # type: ignore[no-any-return]
+
+    def look_session(self, session_id: str, tenant: str, *, explain: bool = False) -> SessionAnswer:
+        if not explain:
+            return raised(self.engine.read(lambda tx: sessions.look(tx, session_id, tenant)))
+
+        def read(tx: Tx) -> SessionAnswer | SubletError:
+            found = sessions.look(tx, session_id, tenant)
+            if isinstance(found, SubletError) or found.lease is None:
+                return found
+            return replace(found, wait=waitlist.explained(tx, found.lease))
+
+        return raised(self.engine.read(read))
+
+    def sessions(self, *, tenant: str = "", open_only: bool = True, limit: int = 1000) -> list[SessionAnswer]:
+        def read(tx: Tx) -> list[SessionAnswer]:
+            found = sessions.list_sessions(tx, tenant, open_only, limit)
+            waits = _waits(tx, [x.lease for x in found if x.lease is not None])
+            return [replace(x, wait=waits.get(x.lease.id)) if x.lease is not None else x for x in found]
+
+        return self.engine.read(read)
+
+    def touch_sessions(self, keys: Sequence[tuple[str, str]]) -> None:
+        if keys:
+            self.engine.write(lambda tx: sessions.touch(tx, keys), durable=False)
+
+    def answer_offer(self, session_id: str, tenant: str, *, accept: bool) -> SessionAnswer:
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: sessions.answer_offer(tx, session_id, tenant, accept), durable=True
+        )
+
+    def resume_session(self, session_id: str, tenant: str) -> SessionAnswer:
+        return self._write(lambda tx: sessions.resume(tx, session_id, tenant), durable=True)  # type: ignore[no-any-return]
+
+    def end_session(self, session_id: str, tenant: str, *, detail: str, actor: str) -> SessionAnswer:
+        check_detail(detail)
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: sessions.end(tx, session_id, tenant, detail, actor), durable=True
+        )
+
+    def host_sessions(self, host: str) -> list[SessionAnswer]:
+        return self.engine.read(lambda tx: sessions.of_host(tx, host))
+
+    def bind_session(self, session_id: str, *, number: int, lease_id: str) -> SessionAnswer:
+        check_name(lease_id, what="lease id")
+        return self._write(lambda tx: sessions.bind(tx, session_id, number, lease_id), durable=True)  # type: ignore[no-any-return]
+
+    def note_session(
+        self,
+        session_id: str,
+        *,
+        calls: int = 0,
+        errors: int = 0,
+        launches: int = 0,
+        checkpoint_bytes: int = 0,
+    ) -> None:
+        counts = (calls, errors, launches, checkpoint_bytes)
+        if any(count < 0 for count in counts):
+            raise BadInput("a count is never negative")
+        if any(counts):
+            self.engine.write(lambda tx: sessions.note(tx, session_id, *counts), durable=False)
+
+    def drop_sessions(self, before: int) -> int:
+        return self.engine.write(lambda tx: sessions.drop(tx, before), durable=False)
+
+    # what sessions used, and what that costs
+
+    def session_usage(
+        self, *, tenant: str = "", session_id: str = "", since: int = 0, limit: int = 1000
+    ) -> list[SessionUsage]:
+        return self.engine.read(lambda tx: session_usage.used(tx, tenant, session_id, since, limit))
+
+    def prices(self) -> list[Price]:
+        return self.engine.read(prices.list_prices)
+
+    def set_price(self, device_class: str, micro_per_gpu_hour: int, *, actor: str, tier: str = "") -> Price:
+        check_class(device_class)
+        check_tier(tier)
+        check_micro(micro_per_gpu_hour)
+        return self.engine.write(
+            lambda tx: prices.put(tx, device_class, tier, micro_per_gpu_hour, actor), durable=True
+        )
+
+    def remove_price(self, device_class: str, *, actor: str, tier: str = "") -> None:
+        self._write(lambda tx: prices.remove(tx, device_class, tier, actor), durable=True)
+
+    def stored_bytes(self, tenant: str) -> int:
+        return self.engine.read(lambda tx: storage.stored_bytes(tx, tenant))
 
     # progress
 
@@ -396,6 +556,9 @@ class SqlLedger(ItemVerbs):
     def tail(self, *, after: int = -1, limit: int = 50) -> list[tuple[int, Entry]]:
         return self.engine.read(lambda tx: journal.tail(tx, after, limit))
 
+    def follow(self, *, after: int, limit: int) -> Followed:
+        return self.engine.read(lambda tx: journal.follow(tx, after, limit))
+
     def seal(self) -> str:
         return self.engine.write(journal.seal, durable=True)
 
@@ -411,6 +574,17 @@ class SqlLedger(ItemVerbs):
 
     def held(self, *, tenant: str = "", job: str = "", since: int = 0) -> HeldTime:
         return self.engine.read(lambda tx: goodput.held(tx, tenant, job, since))
+
+    def metered(self, *, after: int, late_after: int, limit: int = 20_000) -> MeterPage:
+        def read(tx: Tx) -> MeterPage:
+            # As a writer: what is held is counted up to now, and one that is just ending it would end it before that, and the sum would fall.
+            _ = tx.pool
+            return meters.page(tx, after, late_after, limit)
+
+        return self.engine.write(read, durable=False)
+
+    def stays(self, *, since: int = 0) -> Stays:
+        return self.engine.read(lambda tx: meters.stays(tx, since))
 
     def policy(self) -> Policy:
         def read(tx: Tx) -> Policy:
@@ -428,6 +602,9 @@ class SqlLedger(ItemVerbs):
         self.engine.write(work, durable=True)
 
     # the engine
+
+    def at_once(self, work: Callable[[], T]) -> T:
+        return self.engine.at_once(work)
 
     def now(self) -> int:
         return self.engine.now()

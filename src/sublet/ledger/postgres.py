@@ -35,19 +35,22 @@ from sublet.core.errors import (
 from sublet.core.journal import GENESIS
 from sublet.core.lease import Holder, Request
 from sublet.core.policy import Policy
+from sublet.core.session import is_id
 from sublet.core.values import check_job
 from sublet.failpoints import ConnectionDropped, failpoint
-from sublet.ledger import migrations
+from sublet.ledger import migrations, sessions
 from sublet.ledger.credentials import secret_hash
+from sublet.ledger.engine import raised
 from sublet.ledger.ledger import SqlLedger, check_request
-from sublet.ledger.postgres_bell import Notifier, PostgresBell
+from sublet.ledger.lending import Lending
+from sublet.ledger.postgres_bell import Listener, Notifier, PostgresBell
 from sublet.ledger.postgres_driver import pg, psycopg
 from sublet.ledger.postgres_items import PostgresItemVerbs
 from sublet.ledger.rows import lease_of
 from sublet.ledger.tx import Pool, Row, Tx
 from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
-from sublet.ports.ledger import Answer, LeaseKey
+from sublet.ports.ledger import Answer, LeaseKey, SessionAnswer
 from sublet.ports.topics import host_topic
 
 T = TypeVar("T")
@@ -140,6 +143,13 @@ class PostgresTx:
             self._now = self._clock()
         return self._now
 
+    def others(self) -> tuple[int, int]:
+        row = self.row(
+            "SELECT pg_snapshot_xmin(s)::text::bigint, pg_snapshot_xmax(s)::text::bigint FROM pg_current_snapshot() s"
+        )
+        assert row is not None
+        return int(row[0]), int(row[1])
+
     def _clock(self) -> int:
         row = self.row("SELECT sublet_now()")
         assert row is not None
@@ -182,10 +192,12 @@ class PostgresEngine:
         self._url, self.schema = split_url(url)
         self.patience_us = patience_us
         self.skew_us = 0  # for tests: added to the server's clock
-        self._local = threading.local()
         self._pid = os.getpid()
-        self._open: list[psycopg.Connection[Row]] = []
+        self._lending = self._make_lendings()
+        self._local = threading.local()  # the snapshot a thread reads in, see `at_once`
+        self._listener: Listener | None = None
         self._notifier: Notifier | None = None
+        self._skewed = False
         self._lock = threading.Lock()
         self._closed = False
 
@@ -219,35 +231,45 @@ class PostgresEngine:
     def _connect_relaxed(self) -> psycopg.Connection[Row]:
         return self.connect(durable=False)
 
-    def _connection(self, durable: bool) -> psycopg.Connection[Row]:
+    def _make_lendings(self) -> dict[bool, Lending[psycopg.Connection[Row]]]:
+        """By whether a commit waits for the disk."""
+
+        def lending(durable: bool) -> Lending[psycopg.Connection[Row]]:
+            return Lending(lambda: self.connect(durable=durable), lambda connection: connection.close())
+
+        return {durable: lending(durable) for durable in (True, False)}
+
+    def _here(self) -> None:
+        """This process's own connections: a forked child must not use its parent's."""
         if self._closed:
             raise Disconnected("the ledger was closed")
         if self._pid != os.getpid():
-            _inherited.extend((self._open, self._local, self._notifier))
-            self._pid, self._open, self._local = os.getpid(), [], threading.local()
-            self._notifier, self._lock = None, threading.Lock()
-        name = "durable" if durable else "relaxed"
-        found = getattr(self._local, name, None)
-        if found is not None and (found.closed or found.broken):
-            found = None
-        if found is None:
-            found = self.connect(durable=durable)
-            setattr(self._local, name, found)
-            setattr(self._local, name + "_skew", self.skew_us)
-            with self._lock:
-                self._open = [c for c in self._open if not c.closed] + [found]
-        if getattr(self._local, name + "_skew") != self.skew_us:
-            found.execute("SELECT set_config('sublet.skew_us', %s, false)", (str(self.skew_us),))
-            setattr(self._local, name + "_skew", self.skew_us)
-        return found
+            _inherited.extend((self._lending, self._listener, self._notifier))
+            self._pid, self._lending = os.getpid(), self._make_lendings()
+            self._listener = self._notifier = None
+            self._lock = threading.Lock()
 
-    def _drop(self, durable: bool) -> None:
-        name = "durable" if durable else "relaxed"
-        found = getattr(self._local, name, None)
-        if found is not None:
-            setattr(self._local, name, None)
-            with contextlib.suppress(Exception):
-                found.close()
+    def _run_on_one(self, durable: bool, work: Callable[[psycopg.Connection[Row]], T]) -> T:
+        self._here()
+        lending = self._lending[durable]
+        connection = lending.take()
+        while connection.closed or connection.broken:
+            lending.drop(connection)
+            connection = lending.take()
+        well = False
+        try:
+            if self.skew_us or self._skewed:
+                self._skewed = True
+                connection.execute("SELECT set_config('sublet.skew_us', %s, false)", (str(self.skew_us),))
+            result = work(connection)
+            well = True
+            return result
+        finally:
+            # One that was left in the middle of something (an interrupt, a lost answer) is nobody else's.
+            if well or connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+                lending.give_back(connection)
+            else:
+                lending.drop(connection)
 
     # transactions
 
@@ -261,10 +283,8 @@ class PostgresEngine:
         while True:
             try:
                 with _translated():
-                    return work(self._connection(durable))
+                    return self._run_on_one(durable, work)
             except _Again as again:
-                if again.lost:
-                    self._drop(durable)
                 left = give_up - time.monotonic()
                 if left <= 0:
                     raise Disconnected(
@@ -292,6 +312,10 @@ class PostgresEngine:
         return result
 
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T:
+        around: Tx | None = getattr(self._local, "around", None)
+        if around is not None:
+            return work(around)
+
         def run(connection: psycopg.Connection[Row]) -> T:
             with connection.transaction():
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
@@ -328,6 +352,19 @@ class PostgresEngine:
 
         return self.attempt(durable, run, patience_us)
 
+    def at_once(self, work: Callable[[], T]) -> T:
+        def read(tx: Tx) -> T:
+            self._local.around = tx
+            try:
+                return work()
+            finally:
+                self._local.around = None
+
+        return self.read(read)
+
+    def glance(self, sql: str, *params: object) -> Row | None:
+        return self.call(_placed(sql), params, durable=False)
+
     def now(self) -> int:
         row = self.call("SELECT sublet_now()", (), durable=False)
         assert row is not None
@@ -343,7 +380,11 @@ class PostgresEngine:
         notifier.ring(topics)
 
     def bell(self) -> Bell:
-        return PostgresBell(self._connect_relaxed)
+        self._here()
+        with self._lock:
+            if self._listener is None:
+                self._listener = Listener(self._connect_relaxed)
+            return PostgresBell(self._listener)
 
     def barrier(self) -> None:
         """A durable commit flushes the log up to itself, and so everything seen before it."""
@@ -371,14 +412,14 @@ class PostgresEngine:
     def close(self) -> None:
         self._closed = True
         if self._pid != os.getpid():
-            _inherited.append(self._open)
+            _inherited.extend((self._lending, self._listener))
             return
         if self._notifier is not None:
             self._notifier.stop()
-        for connection in self._open:
-            with contextlib.suppress(Exception):
-                connection.close()
-        self._open.clear()
+        if self._listener is not None:
+            self._listener.stop()
+        for lending in self._lending.values():
+            lending.close()
 
 
 class _Again(Exception):
@@ -398,6 +439,12 @@ def _translated() -> Iterator[None]:
         raise Misconfigured(
             "the PostgreSQL server refused the ledger's credentials or database",
             remedy="check the user, password and database in SUBLET_LEDGER",
+        ) from e
+    except pg.InsufficientPrivilege as e:
+        raise Misconfigured(
+            "the PostgreSQL server lets the ledger's user in and not at the ledger's tables",
+            remedy="let it own the schema: GRANT CREATE ON DATABASE … for the first start, and for one made by somebody else "
+            "GRANT USAGE ON SCHEMA and SELECT, INSERT, UPDATE, DELETE ON ALL TABLES, USAGE ON ALL SEQUENCES, EXECUTE ON ALL FUNCTIONS in it",
         ) from e
     except (pg.UndefinedTable, pg.UndefinedFunction, pg.InvalidSchemaName) as e:
         raise SchemaMismatch("the database has no ledger in it", remedy="run 'sublet migrate'") from e
@@ -428,6 +475,12 @@ def _translated() -> Iterator[None]:
                 remedy="check the user, password and database in SUBLET_LEDGER",
             ) from e
         raise _Again(lost=True) from e
+
+
+#: A standby's clock may be behind: not before any time the ledger has lived through.
+_LOOK_SESSION = _placed(
+    sessions.LOOK.replace(" FROM ", ", (SELECT greatest(clock_us, sublet_now()) FROM pool) FROM ", 1)
+)
 
 
 class PostgresLedger(PostgresItemVerbs, SqlLedger):
@@ -468,14 +521,13 @@ class PostgresLedger(PostgresItemVerbs, SqlLedger):
 
     def renew(self, key: LeaseKey, *, busy: bool = True, patience_us: int | None = None) -> Answer:
         row = self.engine.call(
-            "SELECT * FROM sublet_renew(%s,%s,%s,%s)",
+            "SELECT (r.renewed).*, r.answered_at FROM sublet_renew(%s,%s,%s,%s) AS r",
             (key.lease_id, key.epoch, secret_hash(key.secret), int(busy)),
             durable=False,
             patience_us=patience_us,
         )
         if row is not None:
-            lease = lease_of(row)
-            return Answer(lease=lease, at=lease.active_at)
+            return Answer(lease=lease_of(row), at=row[-1])
         return super().renew(key, busy=busy, patience_us=patience_us)
 
     def renew_many(
@@ -487,19 +539,22 @@ class PostgresLedger(PostgresItemVerbs, SqlLedger):
         def run(connection: psycopg.Connection[Row]) -> list[Row]:
             ids, epochs, hashes, busies = (list(column) for column in zip(*wanted, strict=True))
             return connection.execute(
-                "SELECT r.* FROM unnest(%s::text[], %s::bigint[], %s::text[], %s::bigint[]) AS k(id, epoch, hash, busy), "
+                "SELECT (r.renewed).*, r.answered_at FROM unnest(%s::text[], %s::bigint[], %s::text[], %s::bigint[]) AS k(id, epoch, hash, busy), "
                 "LATERAL sublet_renew(k.id, k.epoch, k.hash, k.busy) AS r",
                 (ids, epochs, hashes, busies),
             ).fetchall()
 
         if not wanted:
             return []
-        renewed = {row[0]: lease_of(row) for row in self.engine.attempt(False, run, patience_us)}
+        renewed = {
+            row[0]: Answer(lease=lease_of(row), at=row[-1])
+            for row in self.engine.attempt(False, run, patience_us)
+        }
         answers: list[Answer | SubletError] = []
         for key, busy in keys:
-            lease = renewed.get(key.lease_id)
-            if lease is not None:
-                answers.append(Answer(lease=lease, at=lease.active_at))
+            answer = renewed.get(key.lease_id)
+            if answer is not None:
+                answers.append(answer)
                 continue
             try:
                 answers.append(super().renew(key, busy=busy, patience_us=patience_us))
@@ -522,12 +577,23 @@ class PostgresLedger(PostgresItemVerbs, SqlLedger):
             return True
         return super().release(lease_id, secret, patience_us=patience_us)
 
+    def look_session(self, session_id: str, tenant: str, *, explain: bool = False) -> SessionAnswer:
+        """Called for each request of the studio: one round trip, without a transaction around it."""
+        if explain:
+            return super().look_session(session_id, tenant, explain=True)
+        row = (
+            self.engine.call(_LOOK_SESSION, (session_id, tenant), durable=False)
+            if is_id(session_id)
+            else None
+        )
+        return sessions.answer_of(row, row[-1]) if row is not None else raised(sessions.unknown(session_id))
+
     def commit(self, key: LeaseKey, commit: Commit) -> Committed | Duplicate:
         check_job(commit.job)
         if commit.effects:
             return super().commit(key, commit)
         row = self.engine.call(
-            "SELECT sublet_commit(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",
+            "SELECT sublet_commit(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",
             (
                 key.lease_id,
                 key.epoch,
@@ -541,6 +607,8 @@ class PostgresLedger(PostgresItemVerbs, SqlLedger):
                 commit.digest,
                 commit.cursor,
                 commit.outcome,
+                commit.new_bytes,
+                commit.whole_bytes,
             ),
             durable=True,
         )

@@ -1,4 +1,4 @@
-"""Wake-ups through PostgreSQL: NOTIFY after the commit, LISTEN on a connection of its own.
+"""Wake-ups through PostgreSQL: NOTIFY after the commit, LISTEN on one connection for all bells of a process.
 
 Rules of this file:
 - No transaction waits for a NOTIFY: it is sent from a thread of its own, many topics in one statement.
@@ -19,6 +19,9 @@ from sublet.ledger.tx import Row
 CHANNEL = "sublet"
 #: Rings within it go out together: a NOTIFY costs the server about as much as a renewal.
 DEBOUNCE_SECONDS = 0.003
+#: How often the listener looks whether it is still wanted, and how long it waits after a lost connection.
+LOOK_SECONDS = 1.0
+AGAIN_SECONDS = 0.2
 Connect = Callable[[], "psycopg.Connection[Row]"]
 
 
@@ -66,46 +69,93 @@ class Notifier:
             connection.close()
 
 
-class PostgresBell:
-    """Implements `ports.bell.Bell`: one connection that listens, topics filtered here."""
+class Listener:
+    """The process's one connection that listens, for all its bells."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
+        self._bells: dict[str, set[PostgresBell]] = {}
+        self._lock = threading.Lock()
+        self._started = False
+        self._stopped = False
+
+    def add(self, bell: PostgresBell, topic: str) -> None:
+        with self._lock:
+            self._bells.setdefault(topic, set()).add(bell)
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._loop, name="sublet-ledger-listens", daemon=True).start()
+
+    def remove(self, bell: PostgresBell, topic: str) -> None:
+        with self._lock:
+            bells = self._bells.get(topic, set())
+            bells.discard(bell)
+            if not bells:
+                self._bells.pop(topic, None)
+
+    def stop(self) -> None:
+        """Its thread closes the connection, within a look."""
+        self._stopped = True
+
+    def _loop(self) -> None:
+        while not self._stopped:
+            connection: psycopg.Connection[Row] | None = None
+            try:
+                connection = self._connect()
+                connection.execute(f"LISTEN {CHANNEL}")
+                self._ring_all()  # something may have rung while nobody listened
+                while not self._stopped:
+                    for notify in connection.notifies(timeout=LOOK_SECONDS):
+                        self._ring(notify.payload)
+            except psycopg.Error:
+                time.sleep(AGAIN_SECONDS)
+            finally:
+                if connection is not None:
+                    with contextlib.suppress(Exception):
+                        connection.close()
+
+    def _ring(self, topic: str) -> None:
+        with self._lock:
+            bells = list(self._bells.get(topic, ()))
+        for bell in bells:
+            bell.ring()
+
+    def _ring_all(self) -> None:
+        with self._lock:
+            bells = {bell for found in self._bells.values() for bell in found}
+        for bell in bells:
+            bell.ring()
+
+
+class PostgresBell:
+    """Implements `ports.bell.Bell`."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
         self._topics: set[str] = set()
-        self._connection: psycopg.Connection[Row] | None = None
+        self._rang = threading.Event()
         self._closed = False
 
     def listen(self, topic: str) -> None:
         self._topics.add(topic)
+        self._listener.add(self, topic)
 
     def unlisten(self, topic: str) -> None:
         self._topics.discard(topic)
+        self._listener.remove(self, topic)
+
+    def ring(self) -> None:
+        self._rang.set()
 
     def wait(self, timeout_us: int) -> bool:
-        deadline = time.monotonic() + max(0, timeout_us) / 1e6
-        while not self._closed:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            try:
-                if self._connection is None:
-                    self._connection = self._connect()
-                    self._connection.execute(f"LISTEN {CHANNEL}")
-                    return True  # something may have rung while nobody listened
-                for notify in self._connection.notifies(timeout=left, stop_after=1):
-                    if notify.payload in self._topics:
-                        return True
-            except psycopg.Error:
-                self._let_go()
-                time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
-        return False
-
-    def _let_go(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(Exception):
-                connection.close()
+        if self._closed:
+            return False
+        rang = self._rang.wait(max(0, timeout_us) / 1e6)
+        self._rang.clear()
+        return rang and not self._closed
 
     def close(self) -> None:
         self._closed = True
-        self._let_go()
+        for topic in list(self._topics):
+            self.unlisten(topic)
+        self._rang.set()  # who waits is let go

@@ -26,6 +26,7 @@ from sublet.core.errors import InvariantBroken, LeaseLost, NotFound, SubletError
 from sublet.core.journal import StrandEnd, job_strand
 from sublet.core.lease import Lease, fence
 from sublet.failpoints import failpoint
+from sublet.ledger import storage
 from sublet.ledger.credentials import proves
 from sublet.ledger.rows import (
     EFFECT_COLUMNS,
@@ -82,6 +83,12 @@ def _refuse(tx: Tx, kind: str, lease: Lease, subject: str, epoch: int, error: Su
     return error
 
 
+def _same(tx: Tx, kind: str, lease: Lease, subject: str, epoch: int, found: Duplicate) -> Duplicate:
+    """It was done before, and is not done again: said, so that it can be counted."""
+    write_main(tx, kind, lease.tenant, subject, {"epoch": epoch, "lease": lease.id, "version": found.version})
+    return found
+
+
 def reserve(
     tx: Tx, key: LeaseKey, effect_key: str, job: str, fingerprint: str
 ) -> Reserved | Duplicate | SubletError:
@@ -98,7 +105,7 @@ def reserve(
     if isinstance(decision, SubletError):
         return _refuse(tx, "effect.refused", lease, effect_key, key.epoch, decision)
     if isinstance(decision, Duplicate):
-        return decision
+        return _same(tx, "effect.duplicate", lease, effect_key, key.epoch, decision)
     tx.run(
         f"INSERT INTO effect ({EFFECT_COLUMNS}) VALUES (?,?,?,?,?,0,'',0) "
         "ON CONFLICT (key) DO UPDATE SET owner = excluded.owner, epoch = excluded.epoch WHERE effect.completed = 0",
@@ -231,12 +238,13 @@ def commit(tx: Tx, key: LeaseKey, step: Commit) -> Committed | Duplicate | Suble
     decision = decide_commit(lease, key.epoch, head, effect, effect_owner_alive(tx, effect, now), step, now)
     failpoint("after_fence_check")
     if isinstance(decision, Duplicate):
-        return decision
+        return _same(tx, "step.duplicate", lease, step.key, key.epoch, decision)
     if isinstance(decision, Committed):
-        decision = _join(tx, lease, key, step, now) or decision
+        decision = _join(tx, lease, key, step, now) or storage.refusal(tx, lease.tenant, step) or decision
     if isinstance(decision, SubletError):
         return _refuse(tx, "step.refused", lease, step.key, key.epoch, decision)
     _move_head(tx, row, lease, step, decision.version)
+    storage.charge(tx, step.job, decision.version, step)
     failpoint("after_cas")
     own = Done(key=step.key, fingerprint=step.fingerprint, outcome=step.outcome)
     for done in (own, *step.effects):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 
 from sublet.core.lease import EndReason
-from sublet.ledger import blocks, leases, tokens
+from sublet.ledger import blocks, leases, sessions, tokens
 from sublet.ledger.rows import SELECT_LEASE
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import Identity
 
-#: More grants than any ledger makes between two backups.
+#: Where the clock cannot be trusted: more grants than any ledger makes between two backups.
 EPOCH_GAP = 1 << 40
 
 
@@ -32,9 +32,12 @@ def mark_restored(tx: Tx, actor: str) -> int:
         )
         ended += 1
     ended += blocks.end_all(tx, "the ledger was restored from a backup")
+    sessions.after_restore(tx)
     # Which tokens were revoked since the backup nobody knows any more, so none is let in (threat 4).
     revoked = tokens.revoke_all(tx, "", actor, "the ledger was restored from a backup")
-    pool.epoch += EPOCH_GAP
+    # One backup may be put back twice, and the ledger in between has granted epochs too: a jump counted from the backup alone would land on
+    # them. A grant takes longer than a microsecond, so the clock is always ahead of every epoch.
+    pool.epoch = tx.now if tx.now > pool.epoch else pool.epoch + EPOCH_GAP
     pool.dirty = True
     incarnation = secrets.token_hex(8)
     tx.run("UPDATE meta SET value = ? WHERE key = 'incarnation'", incarnation)

@@ -8,6 +8,7 @@ from sublet.core.device import Device, DeviceState, Exclusivity, Slice
 from sublet.core.effect import Effect, Head
 from sublet.core.journal import StrandEnd
 from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request, Tier
+from sublet.core.session import OfferAnswer, StudioSession
 from sublet.core.tenancy import Tenant
 from sublet.ledger.tx import Row
 
@@ -38,7 +39,7 @@ def _request(
     exclusivity: str,
     tier: str,
     wait: int | None,
-    cap: int,
+    cap: int | None,
     only_host: str,
     job: str,
 ) -> Request:
@@ -185,7 +186,7 @@ def device_of(r: Row) -> Device:
 
 TENANT_COLUMNS = (
     "name, weight, max_leases, max_vram_bytes, max_waiting, live_leases, live_bytes, waiting, used_us, rate_ppm, "
-    "as_of, cooldown_until, gpu_us_per_day, left_us, left_at"
+    "as_of, cooldown_until, gpu_us_per_day, left_us, left_at, max_sessions, max_storage_bytes"
 )
 SELECT_TENANT = f"SELECT {TENANT_COLUMNS} FROM tenant"
 TENANT_BY_NAME = f"{SELECT_TENANT} WHERE name = ?"
@@ -208,6 +209,8 @@ def tenant_of(r: Row) -> Tenant:
         gpu_us_per_day=r[12],
         left_us=r[13],
         left_at=r[14],
+        max_sessions=r[15],
+        max_storage_bytes=r[16],
     )
 
 
@@ -243,3 +246,89 @@ def effect_of(r: Row) -> Effect:
         outcome=r[6],
         version=r[7],
     )
+
+
+SESSION_COLUMNS = (
+    "id, tenant, name, host, checkpoint, warm_us, asked_bytes, least_bytes, wants_offers, device_count, ttl_us, exclusivity, "
+    "tier, wait_us, hold_cap_us, only_host, job, lease_id, leases, wanted, answer, opened_at, active_at, ended_at, detail, "
+    "calls, errors, launches, checkpoint_bytes, version"
+)
+INSERT_SESSION = f"INSERT INTO studio_session ({SESSION_COLUMNS}) VALUES ({','.join('?' * len(SESSION_COLUMNS.split(',')))})"
+_SESSION_WIDTH = len(SESSION_COLUMNS.split(","))
+
+
+def of_table(name: str, columns: str) -> str:
+    return ", ".join(f"{name}.{column.strip()}" for column in columns.split(","))
+
+
+#: A session's columns, then those of its current lease, which are NULL while there is none.
+SESSION_AND_LEASE = f"{of_table('s', SESSION_COLUMNS)}, {of_table('l', LEASE_COLUMNS)}"
+SELECT_SESSION = f"SELECT {SESSION_AND_LEASE} FROM studio_session s LEFT JOIN lease l ON l.id = s.lease_id"
+
+_ANSWERS = {a.value: a for a in OfferAnswer}
+
+
+def session_of(r: Row) -> StudioSession:
+    return StudioSession(
+        id=r[0],
+        tenant=r[1],
+        name=r[2],
+        host=r[3],
+        checkpoint=r[4],
+        warm_us=r[5],
+        request=_request(r[1], r[6], r[10], r[9], r[7], r[8], r[11], r[12], r[13], r[14], r[15], r[16]),
+        lease_id=r[17],
+        leases=r[18],
+        wanted=r[19],
+        answer=_ANSWERS[r[20]],
+        opened_at=r[21],
+        active_at=r[22],
+        ended_at=r[23],
+        detail=r[24],
+        calls=r[25],
+        errors=r[26],
+        launches=r[27],
+        checkpoint_bytes=r[28],
+        version=r[29],
+    )
+
+
+def session_values(s: StudioSession) -> tuple[object, ...]:
+    q = s.request
+    return (
+        s.id,
+        s.tenant,
+        s.name,
+        s.host,
+        s.checkpoint,
+        s.warm_us,
+        q.vram_bytes,
+        q.least_bytes,
+        int(q.wants_offers),
+        q.count,
+        q.ttl_us,
+        q.exclusivity.value,
+        q.tier.value,
+        q.wait_us,
+        q.hold_cap_us,
+        q.host,
+        q.job,
+        s.lease_id,
+        s.leases,
+        s.wanted,
+        s.answer.value,
+        s.opened_at,
+        s.active_at,
+        s.ended_at,
+        s.detail,
+        s.calls,
+        s.errors,
+        s.launches,
+        s.checkpoint_bytes,
+        s.version,
+    )
+
+
+def session_lease_of(r: Row) -> Lease | None:
+    """Of a row of `SELECT_SESSION`."""
+    return lease_of(r[_SESSION_WIDTH:]) if r[_SESSION_WIDTH] is not None else None

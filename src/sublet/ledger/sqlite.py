@@ -41,6 +41,7 @@ from sublet.ledger import doorbell, migrations
 from sublet.ledger.combiner import Combiner, Job
 from sublet.ledger.gate import free_gate, gate
 from sublet.ledger.ledger import SqlLedger
+from sublet.ledger.lending import Lending
 from sublet.ledger.tx import Pool, Row, Tx
 from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
@@ -159,7 +160,7 @@ _translated = _Translated()
 
 
 class _Connection:
-    """One thread's SQLite connection, gate and log descriptor."""
+    """A SQLite connection, with its gate and log descriptor; one thread uses it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.db = apsw.Connection(str(path))
@@ -178,9 +179,9 @@ class _Connection:
         self._wal = -1
 
     def sync(self) -> None:
-        if self._wal < 0:
-            self._wal = os.open(self._wal_path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if self._wal < 0:
+                self._wal = os.open(self._wal_path, os.O_RDONLY | os.O_CLOEXEC)
             os.fdatasync(self._wal)
         except OSError as e:
             raise NotDurable("the ledger's disk did not confirm the change") from e
@@ -224,6 +225,9 @@ class SqliteTx:
         return self._execute(sql, params).fetchone()
 
     free_rows = rows
+
+    def others(self) -> tuple[int, int]:
+        return 0, 0  # one writer at a time: nobody else's rows are on their way
 
     def stream(self, sql: str, *params: Any) -> Iterator[Row]:
         return iter(self._execute(sql, params))
@@ -274,9 +278,9 @@ class SqliteEngine:
         self.path = path
         self.clock = clock
         self._bells = f"{path}-bells"
-        self._local = threading.local()
-        self._open: list[_Connection] = []
-        self._open_lock = threading.Lock()
+        self._lending = self._make_lending()
+        self._local = threading.local()  # the snapshot a thread reads in, see `at_once`
+        self._combiner_lock = threading.Lock()
         self._pid = os.getpid()
         self._writers = 0
         self._combiner: Combiner | None = None
@@ -284,21 +288,27 @@ class SqliteEngine:
 
     # connections
 
-    def connection(self) -> _Connection:
+    def _make_lending(self) -> Lending[_Connection]:
+        return Lending(lambda: _Connection(self.path), _Connection.close)
+
+    def _lent(self) -> Lending[_Connection]:
+        """Where this process takes its connections from; every one taken is given back."""
         if self._closed:
             raise Disconnected("the ledger was closed")
         if self._pid != os.getpid():
-            _inherited.extend((self._open, self._local, self._combiner))
-            self._pid, self._open, self._local = os.getpid(), [], threading.local()
-            self._open_lock, self._combiner, self._writers = threading.Lock(), None, 0
-        found: _Connection | None = getattr(self._local, "connection", None)
-        if found is None:
-            with _translated:
-                found = _Connection(self.path)
-            self._local.connection = found
-            with self._open_lock:
-                self._open.append(found)
-        return found
+            _inherited.extend((self._lending, self._combiner))
+            self._pid, self._lending = os.getpid(), self._make_lending()
+            self._combiner_lock, self._combiner, self._writers = threading.Lock(), None, 0
+        return self._lending
+
+    def _sync(self) -> None:
+        lending = self._lent()
+        with _translated:
+            connection = lending.take()
+            try:
+                connection.sync()
+            finally:
+                lending.give_back(connection)
 
     # transactions
 
@@ -312,13 +322,17 @@ class SqliteEngine:
             self._writers -= 1
 
     def _write_alone(self, work: Callable[[Tx], T], durable: bool) -> T:
-        connection = self.connection()
+        lending = self._lent()
         failpoint("before_begin")
         with _translated:
-            with gate(connection.gate):
-                tx, result = self._transact(connection, work)
-            if durable:
-                connection.sync()
+            connection = lending.take()
+            try:
+                with gate(connection.gate):
+                    tx, result = self._transact(connection, work)
+                if durable:
+                    connection.sync()
+            finally:
+                lending.give_back(connection)
         failpoint("after_commit_before_reply")
         if tx.rings:
             self.ring(tx.rings)
@@ -340,26 +354,34 @@ class SqliteEngine:
         return tx, result
 
     def _combine(self, work: Callable[[Tx], T], durable: bool) -> T:
-        self.connection()  # a forked child must not use its parent's combiner
-        with self._open_lock:
+        self._lent()  # a forked child must not use its parent's combiner
+        with self._combiner_lock:
             if self._combiner is None:
-                self._combiner = Combiner(self._commit_batch, lambda: self.connection().sync(), self.ring)
+                self._combiner = Combiner(self._commit_batch, self._sync, self.ring)
             combiner = self._combiner
         return combiner.submit(work, durable)
 
     def _commit_batch(self, batch: list[Job]) -> None:
-        connection = self.connection()
-        execute = connection.db.execute
-        with _translated, gate(connection.gate):
-            execute("BEGIN IMMEDIATE")
+        lending = self._lent()
+        with _translated:
+            connection = lending.take()
             try:
-                for job in batch:
-                    self._run_one(connection, job)
-                execute("COMMIT")
-            except BaseException:
-                with contextlib.suppress(apsw.Error):
-                    execute("ROLLBACK")
-                raise
+                with gate(connection.gate):
+                    self._run_batch(connection, batch)
+            finally:
+                lending.give_back(connection)
+
+    def _run_batch(self, connection: _Connection, batch: list[Job]) -> None:
+        execute = connection.db.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            for job in batch:
+                self._run_one(connection, job)
+            execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(apsw.Error):
+                execute("ROLLBACK")
+            raise
 
     def _run_one(self, connection: _Connection, job: Job) -> None:
         execute = connection.db.execute
@@ -375,13 +397,40 @@ class SqliteEngine:
         execute("RELEASE job")
 
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T:
-        connection = self.connection()
+        lending = self._lent()
+        around: Tx | None = getattr(self._local, "around", None)
+        if around is not None:
+            return work(around)
         with _translated:
-            connection.db.execute("BEGIN")
+            connection = lending.take()
+            execute = connection.db.execute
             try:
-                return work(SqliteTx(connection.db, self.clock))
+                execute("BEGIN")
+                try:
+                    return work(SqliteTx(connection.db, self.clock))
+                finally:
+                    execute("ROLLBACK")
             finally:
-                connection.db.execute("ROLLBACK")
+                lending.give_back(connection)
+
+    def at_once(self, work: Callable[[], T]) -> T:
+        def read(tx: Tx) -> T:
+            self._local.around = tx
+            try:
+                return work()
+            finally:
+                self._local.around = None
+
+        return self.read(read)
+
+    def glance(self, sql: str, *params: object) -> Row | None:
+        lending = self._lent()
+        with _translated:
+            connection = lending.take()
+            try:
+                return connection.db.execute(sql, params).fetchone()
+            finally:
+                lending.give_back(connection)
 
     def now(self) -> int:
         return self.read(lambda tx: tx.now)
@@ -395,7 +444,7 @@ class SqliteEngine:
         return doorbell.FileBell(self._bells)
 
     def barrier(self) -> None:
-        self.connection().sync()
+        self._sync()
 
     def unstick(self) -> str:
         return free_gate(f"{self.path}-gate")
@@ -412,14 +461,11 @@ class SqliteEngine:
     def close(self) -> None:
         self._closed = True
         if self._pid != os.getpid():
-            _inherited.append(self._open)
+            _inherited.append(self._lending)
             return
         if self._combiner is not None:
             self._combiner.stop()
-        for connection in self._open:
-            with contextlib.suppress(apsw.Error, OSError):
-                connection.close()
-        self._open.clear()
+        self._lending.close()
 
 
 # --- opening -------------------------------------------------------------------------------------------------

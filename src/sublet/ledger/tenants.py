@@ -5,7 +5,7 @@ from __future__ import annotations
 from sublet.core.allowance import Allowance
 from sublet.core.errors import BadInput, NotFound, SubletError
 from sublet.core.tenancy import Tenant
-from sublet.ledger import allowances, tokens
+from sublet.ledger import allowances, sessions, storage, tokens
 from sublet.ledger.rows import SELECT_TENANT, TENANT_COLUMNS, tenant_of
 from sublet.ledger.slices import load_tenant
 from sublet.ledger.tx import Tx, write_main
@@ -36,6 +36,8 @@ def _limits(tenant: Tenant) -> dict[str, object]:
         "max_vram_bytes": tenant.max_vram_bytes,
         "max_waiting": tenant.max_waiting,
         "gpu_us_per_day": tenant.gpu_us_per_day,
+        "max_sessions": tenant.max_sessions,
+        "max_storage_bytes": tenant.max_storage_bytes,
     }
 
 
@@ -45,7 +47,7 @@ def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool) -> Tenant | S
     if known is not None:
         return known if exist_ok or tx.again else BadInput(f"tenant {tenant.name} exists already")
     tx.run(
-        f"INSERT INTO tenant ({TENANT_COLUMNS}) VALUES (?,?,?,?,?,0,0,0,0,0,?,0,?,?,?)",
+        f"INSERT INTO tenant ({TENANT_COLUMNS}) VALUES (?,?,?,?,?,0,0,0,0,0,?,0,?,?,?,?,?)",
         tenant.name,
         tenant.weight,
         tenant.max_leases,
@@ -55,6 +57,8 @@ def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool) -> Tenant | S
         tenant.gpu_us_per_day,
         tenant.gpu_us_per_day,
         tx.now,
+        tenant.max_sessions,
+        tenant.max_storage_bytes,
     )
     write_main(tx, "tenant.added", tenant.name, tenant.name, {**_limits(tenant), "by": actor})
     added = load_tenant(tx, tenant.name)
@@ -69,6 +73,8 @@ def set_tenant(tx: Tx, name: str, changes: dict[str, int], actor: str) -> Tenant
         return _unknown(name)
     if "gpu_us_per_day" in changes:
         allowances.change(tx, tenant, changes.pop("gpu_us_per_day"))
+    if changes.get("max_storage_bytes") and not tenant.max_storage_bytes:
+        storage.begin_limiting(tx, name)
     for column, value in sorted(changes.items()):
         tx.run(f"UPDATE tenant SET {column} = ? WHERE name = ?", value, name)
     changed = load_tenant(tx, name)
@@ -94,7 +100,14 @@ def remove_tenant(tx: Tx, name: str, actor: str) -> SubletError | None:
             f"tenant {name} still has {kept[0]} block(s)",
             remedy="remove them first: 'sublet block ls' and 'sublet block rm'",
         )
-    # A tenant of the same name that is added later must not be opened by them.
+    staying = tx.row("SELECT count(*) FROM studio_session WHERE tenant = ? AND ended_at = 0", name)
+    if staying is not None and staying[0]:
+        return BadInput(
+            f"tenant {name} still has {staying[0]} session(s) open in the studio",
+            remedy="end them first, on the studio's page or with the tenant's own client",
+        )
+    # A tenant of the same name that is added later must not see them, nor be opened by the tokens.
+    sessions.drop(tx, tx.now + 1, name)
     tokens.revoke_all(tx, name, actor, "its tenant was removed")
     tx.run("DELETE FROM tenant WHERE name = ?", name)
     write_main(tx, "tenant.removed", name, name, {"by": actor})

@@ -11,16 +11,19 @@ from sublet.core import admission, schedule
 from sublet.core.admission import Grant, Offer
 from sublet.core.lease import EndReason, LeaseState, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
+from sublet.core.values import format_duration
 from sublet.failpoints import failpoint
 from sublet.ledger import leases, waitlist
 from sublet.ledger.rows import LEASE_BY_ID, SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import HostView, TickResult
+from sublet.ports.processes import Receipt
 
 
 def tick(tx: Tx, host: str) -> TickResult:
     _ = tx.pool
     _lose_silent_hosts(tx, host)
+    _give_up_gone_hosts(tx, host)
     view = waitlist.load_view(tx, with_leases=True)
     failpoint("reaper_after_read")
     decided = schedule.tick(view, tx.now)
@@ -84,6 +87,25 @@ def _lose_silent_hosts(tx: Tx, own: str) -> None:
         )
         if lost:
             write_main(tx, "host.lost", "", name, {"devices": lost})
+
+
+def _give_up_gone_hosts(tx: Tx, own: str) -> None:
+    """A machine that does not come back settles nothing, and its leases would count against their tenants for ever. What was on it is
+    not called clean: its devices are withheld until an operator has looked. A revoked lease whose holder could not hear of it is left alone
+    until it would have expired: so long the holder works by its own clock (L6)."""
+    silence_us = tx.pool.policy.host_gone_us
+    found = tx.rows(
+        "SELECT l.id, l.epoch, l.host FROM lease l JOIN host h ON h.name = l.host "
+        "WHERE l.settled_at = 0 AND l.state = 'ended' AND l.expires_at < ? AND h.seen_at < ? AND h.name <> ? ORDER BY l.id",
+        tx.now,
+        tx.now - silence_us,
+        own,
+    )
+    for lease_id, epoch, name in found:
+        why = f"host {name} has been silent for {format_duration(silence_us)}: nobody can see whether its processes are gone"
+        leases.settle(
+            tx, lease_id, epoch, Receipt(proven=False, ladder="unproven", containment="", detail=why)
+        )
 
 
 def host_view(tx: Tx, host: str, now: int) -> HostView:

@@ -33,9 +33,16 @@ def _token_of(r: Row) -> Token:
     )
 
 
-def look(tx: Tx, token_id: str) -> Token | None:
-    row = tx.row(f"{_SELECT} WHERE id = ?", token_id)
+#: Read for every request that shows a token.
+BY_ID = f"{_SELECT} WHERE id = ?"
+
+
+def token_of(row: Row | None) -> Token | None:
     return _token_of(row) if row else None
+
+
+def look(tx: Tx, token_id: str) -> Token | None:
+    return token_of(tx.row(BY_ID, token_id))
 
 
 def list_tokens(tx: Tx, tenant: str) -> list[Token]:

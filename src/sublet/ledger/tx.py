@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from sublet.core import journal as chain
 from sublet.core.policy import Policy
+from sublet.ports.topics import JOURNAL_TOPIC
 
 Row = tuple[Any, ...]
 
@@ -88,6 +89,9 @@ class Tx(Protocol):
     def now(self) -> int:
         """The ledger's clock, read after the lock."""
 
+    def others(self) -> tuple[int, int]:
+        """As this transaction sees it: all older than the first are over, and none had begun from the second on."""
+
 
 def write_main(tx: Tx, kind: str, tenant: str, subject: str, body: dict[str, object]) -> str:
     """Append to the main strand. Its end lives in the pool row, so this takes the pool's lock."""
@@ -99,6 +103,7 @@ def write_main(tx: Tx, kind: str, tenant: str, subject: str, body: dict[str, obj
     )
     pool.dirty = True
     _insert(tx, chain.MAIN, pool.journal_seq, kind, tenant, subject, text, pool.journal_hash)
+    tx.rings.add(JOURNAL_TOPIC)
     return pool.journal_hash
 
 

@@ -14,6 +14,7 @@ from sublet.core.errors import BadInput, HeadMoved, NotFound, SubletError
 from sublet.core.journal import StrandEnd, job_strand
 from sublet.core.versions import Adoption, Kept, Versions, decide_adopt, decide_retain
 from sublet.failpoints import failpoint
+from sublet.ledger import storage
 from sublet.ledger.progress import effect_owner_alive
 from sublet.ledger.rows import EFFECT_COLUMNS, HEAD_COLUMNS, effect_of, head_of
 from sublet.ledger.tx import Row, Tx, write_main, write_strand
@@ -97,6 +98,7 @@ def retain(
     _put(tx, job, kept)
     tx.run("UPDATE head SET floor = ?, sweeps = sweeps + 1 WHERE job = ?", floor, job)
     body: dict[str, object] = {"floor": floor, "kept": _told(kept), "by": actor}
+    storage.trim(tx, job)
     _journal(tx, row, "versions.retained", body)
     return _now(tx, job)
 
@@ -128,6 +130,7 @@ def tag(tx: Tx, job: str, expected_sweeps: int, kept: Kept, actor: str) -> Versi
         tx.run("DELETE FROM kept_version WHERE job = ? AND tag = ?", job, kept.tag)
         tx.run("UPDATE head SET sweeps = sweeps + 1 WHERE job = ?", job)
     _put(tx, job, [kept])
+    storage.trim(tx, job)
     body: dict[str, object] = {
         "tag": kept.tag,
         "version": kept.version,
@@ -149,6 +152,7 @@ def untag(tx: Tx, job: str, name: str, actor: str) -> Versions | SubletError:
             return _now(tx, job)
         return NotFound(f"{job} has no tag {name}", remedy=f"'sublet checkpoint show {job}' lists its tags")
     tx.run("UPDATE head SET sweeps = sweeps + 1 WHERE job = ?", job)
+    storage.trim(tx, job)
     _journal(tx, row, "version.untagged", {"tag": name, "by": actor})
     return _now(tx, job)
 
@@ -196,6 +200,8 @@ def adopt(tx: Tx, wanted: Adoption, actor: str) -> Adopted | SubletError:
         decision.floor,
         wanted.job,
     )
+    storage.charge(tx, wanted.job, wanted.version, wanted)
+    storage.trim(tx, wanted.job)
     _journal(
         tx,
         row,

@@ -229,7 +229,7 @@ def _insert(tx: Tx, lease: Lease, secret: str, anchor: str) -> None:
 
 def attend(tx: Tx, lease_id: str, secret: str, explain: bool) -> Answer | SubletError:
     # Waiting alone locks the pool too, on purpose: a waiter is a few bytes and one update.
-    pool = tx.pool
+    _ = tx.pool
     row = opened(tx, lease_id, secret)
     if isinstance(row, NotFound):
         return row
@@ -240,8 +240,14 @@ def attend(tx: Tx, lease_id: str, secret: str, explain: bool) -> Answer | Sublet
     lease = replace(lease, seen_at=tx.now)
     if not explain:
         return Answer(lease=lease, at=tx.now)
-    wait = admission.expect(lease, load_view(tx, with_leases=pool.waiting <= 64), tx.now)
-    return Answer(lease=lease, at=tx.now, wait=wait)
+    return Answer(lease=lease, at=tx.now, wait=explained(tx, lease))
+
+
+def explained(tx: Tx, lease: Lease) -> Wait | None:
+    """Position, ETA and reason of one that waits."""
+    if lease.state is not LeaseState.WAITING:
+        return None
+    return admission.expect(lease, load_view(tx, with_leases=tx.pool.waiting <= 64), tx.now)
 
 
 def accept(tx: Tx, lease_id: str, secret: str) -> Answer | SubletError:

@@ -32,7 +32,7 @@ from sublet.core.notice import Notice
 from sublet.core.values import parse_duration
 from sublet.notebook import kernel_words
 from sublet.ports.command import Command, Left
-from sublet.ports.worker import Call, Screen
+from sublet.ports.worker import Call, Part, Screen, Sink
 from sublet.running import DEFAULT_GRACE
 from sublet.runs import RunFolder
 from sublet.runtime.alarms import Alarms
@@ -53,6 +53,8 @@ class NotWanted(Exception):
 class _Holder:
     """Implements `ports.worker.Worker` for a kernel that runs already: the lease is handed to it, it is not begun by it."""
 
+    here = True
+
     def __init__(self, command: Command) -> None:
         self._command = command
         self.environment: dict[str, str] = {}
@@ -65,6 +67,10 @@ class _Holder:
     @property
     def containment(self) -> str:
         return self._command.containment
+
+    @property
+    def launches(self) -> int:
+        return 0  # it is not called
 
     @property
     def ending(self) -> str:
@@ -93,6 +99,12 @@ class _Holder:
         screen: Screen,
         answer: Callable[[Any], Any],
     ) -> Any:
+        raise BadInput("a kernel is not called; its cells run")
+
+    def call_sealed(self, target: str, parts: Sequence[Part], sink: Sink) -> tuple[bool, list[memoryview]]:
+        raise BadInput("a kernel is not called; its cells run")
+
+    def interrupt(self) -> None:
         raise BadInput("a kernel is not called; its cells run")
 
     def end(self, why: str) -> None:

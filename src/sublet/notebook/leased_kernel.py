@@ -24,7 +24,7 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.paths import jupyter_runtime_dir
 from jupyter_core.utils import ensure_dir_exists
 
-from sublet.borrowing import GpuRequest, gpu
+from sublet.borrowing import GpuRequest, local_gpu
 from sublet.core.errors import BadInput
 from sublet.core.values import SECOND_US, parse_duration
 from sublet.hosting.channel import pair
@@ -74,7 +74,7 @@ class LeasedKernel(LocalProvisioner):
                 f"kernel.json of {self.kernel_spec.display_name!r} starts a kernel that would never ask for its lease",
                 remedy=f'add "{KERNEL_CLASS}" to its argv; it must be an ipykernel, with sublet installed beside it',
             )
-        self._request = gpu(**self._wish, holder="worker", settings=settings)
+        self._request = local_gpu(**self._wish, holder="worker", settings=settings)
         self._prefer_unix_sockets()
         return await super().pre_launch(**kwargs)
 

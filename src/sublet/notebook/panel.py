@@ -17,14 +17,13 @@ from sublet.core.cell_account import Line
 from sublet.core.errors import SubletError
 from sublet.core.lease import LeaseState
 from sublet.core.meter import of_ended
-from sublet.core.tenancy import used_now
 from sublet.core.values import format_duration, format_size, parse_price
 from sublet.notebook.drawing import Drawn, countdown, fields, line, table, title
 from sublet.notebook.front import Front
 from sublet.notebook.workbench import Workbench
+from sublet.ports.held import HeldLease
 from sublet.runtime.cell_keep import Kept
 from sublet.runtime.cell_wish import Ran
-from sublet.runtime.holding import Lease
 
 _MICRO = 1_000_000
 
@@ -103,7 +102,7 @@ class Panel:
             about.append(("so far", f"{_seconds(spent)} GPU-s{self._priced(spent)}"))
         return drawn + fields(about) if about else drawn
 
-    def _held(self, lease: Lease) -> Drawn:
+    def _held(self, lease: HeldLease) -> Drawn:
         where = f"{format_size(lease.vram_bytes)} on {', '.join(lease.devices)}"
         whose = f"lease {lease.id}, tenant {lease.tenant}"
         if lease.status == "revoking" and lease.notice is not None:
@@ -203,38 +202,34 @@ class Panel:
         self._say(table(columns, rows) if rows else line("Nothing was leased yet."))
 
     def quota(self) -> None:
-        tenant, policy, now = self._bench.tenant()
-        used = used_now(tenant, now, policy.half_life_us)
-        leases = f"{tenant.live_leases} of {tenant.max_leases or 'any number'}"
-        most = format_size(tenant.max_vram_bytes) if tenant.max_vram_bytes else "any amount"
-        held = format_size(tenant.live_bytes) if tenant.live_bytes else "0"
+        quota = self._bench.quota()
+        leases = f"{quota.live_leases} of {quota.max_leases or 'any number'}"
+        most = format_size(quota.max_vram_bytes) if quota.max_vram_bytes else "any amount"
+        held = format_size(quota.live_bytes) if quota.live_bytes else "0"
+        halves = f" (halves every {format_duration(quota.half_life_us)})" if quota.half_life_us else ""
         pairs = [
-            ("tenant", tenant.name),
+            ("tenant", quota.tenant),
             ("leases", leases),
             ("VRAM", f"{held} of {most}"),
-            ("waiting", f"{tenant.waiting} of {tenant.max_waiting or policy.tenant_waiting_max}"),
-            (
-                "recent GPU time",
-                f"{format_duration(used)} (halves every {format_duration(policy.half_life_us)})",
-            ),
-            ("weight", f"{tenant.weight}: who used less for its weight is served first"),
+            ("waiting", f"{quota.waiting} of {quota.max_waiting or 'any number'}"),
+            ("recent GPU time", f"{format_duration(quota.used_us)}{halves}"),
+            ("weight", f"{quota.weight}: who used less for its weight is served first"),
         ]
-        if tenant.gpu_us_per_day:
-            time_left = self._bench.allowance(tenant.name)
-            full = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_left.full_at / _MICRO))
+        if quota.per_day_us:
+            full = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(quota.full_at / _MICRO))
             pairs.insert(
                 3,
                 (
                     "GPU time",
-                    f"left {format_duration(max(0, time_left.left_us))} of {format_duration(time_left.per_day_us)} "
+                    f"left {format_duration(max(0, quota.left_us))} of {format_duration(quota.per_day_us)} "
                     f"a day, full again at {full}",
                 ),
             )
-        if tenant.cooldown_until > now:
-            pairs.append(("cooling down", f"{format_duration(tenant.cooldown_until - now)} left"))
+        if quota.cooling_us:
+            pairs.append(("cooling down", f"{format_duration(quota.cooling_us)} left"))
         self._say(fields(pairs))
 
-    def released(self, lease: Lease | None) -> None:
+    def released(self, lease: HeldLease | None) -> None:
         self._say(
             line(
                 "GPU given back; the notebook's variables stay."

@@ -26,7 +26,7 @@ from traitlets import Type
 from traitlets.config import Config
 
 from sublet.hosting import worker
-from sublet.hosting.screen import ERR, OUT, Frames
+from sublet.hosting.screen import Frames, installed
 from sublet.notebook.cell_source import show_header
 
 Trace = tuple[str, ...]
@@ -181,9 +181,7 @@ def shell(front: str, colors: str) -> CellShell:
 
 
 def _made(front: str) -> CellShell:
-    frames = Frames(worker.screen_fd)
-    sys.stdout, sys.stderr = frames.stream(OUT), frames.stream(ERR)
-    os.register_at_fork(after_in_child=frames.after_fork)
+    frames = installed(worker.screen_fd)
     for module, name in ((builtins, "input"), (getpass, "getpass")):
         setattr(module, name, _refuse_input)
     sys.breakpointhook = _refuse_breakpoint

@@ -10,9 +10,9 @@ Rules of this port:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from sublet.core.admission import Wait
 from sublet.core.allowance import Allowance
@@ -24,15 +24,21 @@ from sublet.core.goodput import Commitment
 from sublet.core.journal import Entry, Fault
 from sublet.core.lease import EndReason, Holder, Lease, Request
 from sublet.core.meter import Usage
+from sublet.core.meters import Happened, Held, Worked
 from sublet.core.policy import Policy
+from sublet.core.price import Price
 from sublet.core.proof import Proof
 from sublet.core.schedule import Instruction
+from sublet.core.session import SessionStatus, StudioSession, status, why
+from sublet.core.session_usage import SessionUsage as SessionUsage
 from sublet.core.tenancy import Tenant
 from sublet.core.token import Scope, Token
 from sublet.core.versions import Adoption, Kept, Versions
 from sublet.ports.bell import Bell
 from sublet.ports.items import ItemLedger
 from sublet.ports.processes import Receipt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,25 @@ class Teardown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAnswer:
+    """A studio session and its current lease as they stand now. `wait` is set where it was asked for, while the lease waits."""
+
+    session: StudioSession
+    lease: Lease | None
+    at: int  # the ledger's clock when it answered
+    wait: Wait | None = None
+
+    @property
+    def status(self) -> SessionStatus:
+        return status(self.session, self.lease, self.at)
+
+    @property
+    def why(self) -> tuple[str, str]:
+        """(reason, detail) of one that is over or about to be."""
+        return why(self.session, self.lease, self.at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAnswer:
     """A block lease as it stands now."""
 
@@ -116,6 +141,17 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """Journal rows as they can be seen at one moment, and which transactions may still fill a gap between their numbers: one that
+    took its number before that moment is older than `begun_before`; all older than `running_from` are over."""
+
+    at: int
+    rows: tuple[tuple[int, Entry], ...]
+    running_from: int
+    begun_before: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """Which ledger this is, to whoever must not take it for another one."""
 
@@ -136,13 +172,35 @@ class HeldTime:
     commits: tuple[Commitment, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeterPage:
+    """What counters are made of, after a row of the journal."""
+
+    at: int  # the ledger's clock when it answered
+    upto: int  # the next page begins after this row
+    more: bool  # there are rows after it; only the last page has what follows
+    happened: tuple[tuple[int, int, Happened], ...]  # (row, when, what), in the order of the rows
+    held: tuple[Held, ...] = ()
+    sessions: tuple[SessionAnswer, ...] = ()  # the open ones
+    stored: tuple[tuple[str, int], ...] = ()  # bytes of checkpoints by tenant
+    stale_acks: int = 0  # of all queues, ever
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stays:
+    at: int  # the ledger's clock when it answered
+    leases: tuple[Lease, ...]
+    work: tuple[Worked, ...]  # by tenant, in sessions that were open since then
+
+
 class Ledger(ItemLedger, Protocol):
     # leases: called by the holder's runtime
     def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
         """Grant, wait, offer or refuse. Repeating it with the same id returns what the first call did."""
 
     def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
-        """A waiter's sign of life; where it stands now, with position and ETA when it wants them."""
+        """A waiter's sign of life; where it stands now, with position and ETA when it wants them. A grant it tells of may have been made by
+        a release that no crash has to survive: `barrier` before anything is done under it."""
 
     def accept(self, lease_id: str, secret: str) -> Answer:
         """Take the smaller slice that is on offer."""
@@ -158,6 +216,10 @@ class Ledger(ItemLedger, Protocol):
     ) -> list[Answer | SubletError]:
         """One transaction for all leases of a process."""
 
+    def seat(self, key: LeaseKey, holder: Holder) -> Answer:
+        """A lease that was asked for by name is from now on this process's, which lives where its devices are. Called between the grant
+        and the first work; repeating it is fine."""
+
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         """The holder began or stopped working; only this decides who is idle."""
 
@@ -169,6 +231,9 @@ class Ledger(ItemLedger, Protocol):
 
     def look(self, lease_id: str, *, patience_us: int | None = None) -> Answer:
         """Read one lease, without a lock."""
+
+    def look_many(self, lease_ids: Sequence[str], *, patience_us: int | None = None) -> list[Answer]:
+        """Those of them that there are, as of one moment: a keeper of many looks at all in one read."""
 
     # leases: called by operators, wardens and listings
     def revoke(self, lease_id: str, *, reason: EndReason, detail: str, grace_us: int, actor: str) -> Answer:
@@ -219,6 +284,8 @@ class Ledger(ItemLedger, Protocol):
         max_vram_bytes: int | None = None,
         max_waiting: int | None = None,
         gpu_us_per_day: int | None = None,
+        max_sessions: int | None = None,
+        max_storage_bytes: int | None = None,
     ) -> Tenant: ...
     def allowance(self, name: str) -> Allowance:
         """GPU time by the day: what is left of it and when it is full again."""
@@ -249,6 +316,75 @@ class Ledger(ItemLedger, Protocol):
         """A successor with a secret of its own; the old one is revoked now, or expires after the overlap."""
 
     def revoke_token(self, token_id: str, *, actor: str) -> Token: ...
+
+    # studio sessions: called by the service, with the tenant of the caller's token
+    def open_session(
+        self,
+        session_id: str,
+        tenant: str,
+        *,
+        request: Request,
+        warm_us: int,
+        host: str,
+        name: str = "",
+        checkpoint: str = "",
+    ) -> SessionAnswer:
+        """A new one, or `QuotaReached`. Repeating it with the same id and wish returns what the first call did."""
+
+    def look_session(self, session_id: str, tenant: str, *, explain: bool = False) -> SessionAnswer:
+        """Called for each request: one statement, no lock. With `explain`, where it stands in the waitlist."""
+
+    def sessions(self, *, tenant: str = "", open_only: bool = True, limit: int = 1000) -> list[SessionAnswer]:
+        """For listings, newest first; '' is everybody's, for operators. Those that wait carry position and reason."""
+
+    def touch_sessions(self, keys: Sequence[tuple[str, str]]) -> None:
+        """(session id, tenant) of those that were used: one transaction for all. What is not there or has ended is left out."""
+
+    def answer_offer(self, session_id: str, tenant: str, *, accept: bool) -> SessionAnswer:
+        """What the user says to the offer of the current lease; the attendant acts on it. `Stale` if nothing is offered."""
+
+    def resume_session(self, session_id: str, tenant: str) -> SessionAnswer:
+        """A suspended one wants another lease. `Stale` if there is nothing to resume."""
+
+    def end_session(self, session_id: str, tenant: str, *, detail: str, actor: str) -> SessionAnswer:
+        """Ending twice is fine: the first time stands. The attendant then releases its lease."""
+
+    # studio sessions: called by the attendant of their host
+    def host_sessions(self, host: str) -> list[SessionAnswer]:
+        """Those that are open, and those that ended while their lease still lives."""
+
+    def bind_session(self, session_id: str, *, number: int, lease_id: str) -> SessionAnswer:
+        """Before it is acquired: this is the session's lease of that number. `Stale` unless it is the next one and wanted."""
+
+    def note_session(
+        self,
+        session_id: str,
+        *,
+        calls: int = 0,
+        errors: int = 0,
+        launches: int = 0,
+        checkpoint_bytes: int = 0,
+    ) -> None:
+        """Add to its counters. May be lost in a crash, is never counted twice."""
+
+    def drop_sessions(self, before: int) -> int:
+        """Forget what ended before then; how many."""
+
+    # what sessions used, and what that costs: called by the service, reports and operators
+    def session_usage(
+        self, *, tenant: str = "", session_id: str = "", since: int = 0, limit: int = 1000
+    ) -> list[SessionUsage]:
+        """Of each session that was open since then, newest first: the sum over its leases. '' is everybody's, for operators."""
+
+    def prices(self) -> list[Price]:
+        """Every price there was, oldest first; `core.price.PriceList` knows which counts."""
+
+    def set_price(self, device_class: str, micro_per_gpu_hour: int, *, actor: str, tier: str = "") -> Price:
+        """From now on; what was granted before costs what it did."""
+
+    def remove_price(self, device_class: str, *, actor: str, tier: str = "") -> None: ...
+    def stored_bytes(self, tenant: str) -> int:
+        """What its checkpoints are charged with, against `max_storage_bytes`."""
 
     # progress: called by a step
     def reserve(self, key: LeaseKey, *, effect: str, job: str, fingerprint: str) -> Reserved | Duplicate:
@@ -342,15 +478,27 @@ class Ledger(ItemLedger, Protocol):
     def tail(self, *, after: int = -1, limit: int = 50) -> list[tuple[int, Entry]]:
         """Rows after a row's number, oldest first; without a number the newest ones."""
 
+    def follow(self, *, after: int, limit: int) -> Followed:
+        """For whoever shows every row once and in order: see `Followed` for numbers that are missing."""
+
     def seal(self) -> str: ...
     def usage(self, *, tenant: str = "", since: int = 0) -> list[Usage]: ...
     def held(self, *, tenant: str = "", job: str = "", since: int = 0) -> HeldTime:
         """For reports: leases that were held since then, and what was committed under them."""
 
+    def metered(self, *, after: int, late_after: int, limit: int = 20_000) -> MeterPage:
+        """For counters: what happened after a row; and again the steps between `late_after` and it, of which some may have been late."""
+
+    def stays(self, *, since: int = 0) -> Stays:
+        """For who stands in whose way: every lease that waited or was held since then, and what was done in sessions."""
+
     def policy(self) -> Policy: ...
     def set_policy(self, policy: Policy, *, actor: str) -> None: ...
 
     # the engine: called by wiring, doctor and long-lived loops
+    def at_once(self, work: Callable[[], T]) -> T:
+        """Whatever verbs for listings read inside is as of one moment."""
+
     def now(self) -> int: ...
     def bell(self) -> Bell: ...
     def barrier(self) -> None:

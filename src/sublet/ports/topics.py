@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 SCHEDULE_TOPIC = "schedule"  # somebody waits, or something may be taken: wardens run the schedule
+JOURNAL_TOPIC = "journal"  # something was decided: whoever shows the journal as it grows looks again
 
 
 def lease_topic(lease_id: str) -> str:
@@ -18,3 +19,8 @@ def host_topic(host: str) -> str:
 def queue_topic(queue: int) -> str:
     """For whoever waits for items of this queue: there may be one."""
     return f"queue:{queue}"
+
+
+def session_topic(host: str) -> str:
+    """For the host's attendant: a session there wants something else than before."""
+    return f"sessions:{host}"

@@ -1,7 +1,8 @@
 """A leased worker, as the process that asked for it sees it.
 
 Rules of this port:
-- A worker is started before its lease is asked for, because the lease names it as its holder. It runs nothing until `begin`.
+- A worker of this machine is started before its lease is asked for, because the lease names it as its holder; one that is placed elsewhere
+  after the grant, on the host of its devices, and is then seated. It runs nothing until `begin`.
 - A worker that is gone raises `WorkerLost` from whatever is asked of it; `ending` says why, in words.
 """
 
@@ -26,12 +27,42 @@ class Screen(Protocol):
         """A display, an update of one, a result, or the wish to clear them: see `notebook/inside_cell.py`."""
 
 
+#: Anything `memoryview` takes.
+Part = bytes | bytearray | memoryview
+
+
+class Sink(Protocol):
+    """Where a sealed call's output goes, and who answers what it asks. Called by whoever waits for the call, in the order in which
+    things were made. Nothing it is given was unpickled, and nothing it returns will be here."""
+
+    @property
+    def interrupted(self) -> bool:
+        """The call is to stop. Asked once, when it begins: until then `Worker.interrupt` has no call to stop."""
+
+    def text(self, stream: str, text: str) -> None:
+        """`stream` is stdout or stderr."""
+
+    def show(self, display: bytes) -> None:
+        """A display, a result, an update or the wish to clear them: one JSON object, as the worker wrote it. It was not parsed here."""
+
+    def ask(self, head: Mapping[str, Any], parts: Sequence[memoryview]) -> tuple[bool, Sequence[Part]]:
+        """A question in the middle of the call. (False, []): nobody answers, and the call is interrupted."""
+
+
 class Worker(Protocol):
     @property
     def holder(self) -> Holder: ...
 
     @property
     def containment(self) -> str: ...
+
+    @property
+    def here(self) -> bool:
+        """It runs on this machine."""
+
+    @property
+    def launches(self) -> int:
+        """How many kernels its sealed calls said they launched."""
 
     @property
     def ending(self) -> str:
@@ -62,6 +93,13 @@ class Worker(Protocol):
         """A call whose output goes to a screen, and which may ask the caller something while it runs. An interrupt is passed on, and
         what the call then returns is returned: it says itself that it was interrupted."""
 
+    def call_sealed(self, target: str, parts: Sequence[Part], sink: Sink) -> tuple[bool, list[memoryview]]:
+        """Run "module:function" there with bytes; (True, what it returned) or (False, [JSON of kind, text and trace]). Nothing that comes
+        from the worker is unpickled here. An interrupt is passed on, and the call's own answer to it is returned."""
+
+    def interrupt(self) -> None:
+        """From any thread: KeyboardInterrupt in the call that runs. Nothing when none does."""
+
     def end(self, why: str) -> None:
         """Returns when it is gone, or has been told and did not answer in time."""
 
@@ -69,3 +107,6 @@ class Worker(Protocol):
 class Workers(Protocol):
     def start(self) -> Worker:
         """Called when a lease is about to be asked for that a worker will hold."""
+
+    def warm(self) -> None:
+        """Called behind somebody's back, before the first is wanted: have ready what makes starting one quick."""

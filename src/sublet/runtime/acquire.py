@@ -45,9 +45,11 @@ def acquire(
     on_wait: OnWait | None = None,
     on_offer: OnOffer | None = None,
     still_wanted: Callable[[], None] = lambda: None,
+    lease_id: str = "",
 ) -> Lease:
-    """`still_wanted` is called now and then while it waits, and raises when nobody wants it any more."""
-    lease_id, secret = new_id(), new_secret()
+    """`still_wanted` is called now and then while it waits, and raises when nobody wants it any more. `lease_id` was noted somewhere
+    before it is asked for; else there is a new one."""
+    lease_id, secret = lease_id or new_id(), new_secret()
     failpoint("before_acquire_commit")
     sent_at = clock.monotonic_us()
     try:
@@ -90,7 +92,11 @@ def _wait(
             lease = answer.lease
             if lease.state in (LeaseState.ACTIVE, LeaseState.REVOKING):
                 sent_at = clock.monotonic_us()
-                return ledger.renew(LeaseKey(lease_id, lease.epoch, secret)), sent_at
+                answer = ledger.renew(LeaseKey(lease_id, lease.epoch, secret))
+                # Somebody else's release granted it, and a release need not survive a crash: then the same epoch, and the same memory, would
+                # be granted again while this holder works.
+                ledger.barrier()
+                return answer, sent_at
             if lease.state is LeaseState.ENDED:
                 raise _refusal(answer)
             if lease.slices and lease.offer_until > answer.at:

@@ -7,8 +7,11 @@ Rules of this file:
   so a thread of ours hears a signal that arrives during a long kernel, and its deadline counts from its arrival.
 - What signals and sources said stays said: whoever heard it has begun to leave. What a lease says is read from the lease each time,
   because its keeper takes a warning back when the ledger answers again.
-- A signal is somebody else's too: a handler that was there before is called after ours. The first SIGINT is a Notice, the second is
-  the user's Ctrl-C as it was before.
+- Only the main thread can give handlers and the wake-up descriptor back. What another thread left stays in place, and its pipe open, until
+  the main thread comes by: a closed descriptor's number is soon a stranger's, and the interpreter would write into it.
+- A signal is somebody else's too: a handler that was there before is called after ours. One that was installed from C is left alone,
+  but for SIGTERM: compilers that run inside a process (LLVM's, in OpenCL and others) leave one there that ends it. Theirs is put back.
+  The first SIGINT is a Notice, the second is the user's Ctrl-C as it was before.
 - A forked child is not the leader. It has none of this: it gets back the handlers that were there before, except that a warning to
   the whole group must not kill it before the leader has decided. So SIGUSR1 and SIGUSR2 are ignored there if they would have killed it,
   and so is the first SIGINT. SIGTERM keeps its old meaning, because that is how a parent ends its children.
@@ -79,6 +82,7 @@ class Alarms:
         self._callbacks: list[Callable[[Notice], None]] = []
         self._told_of_signal = False
         self._previous: dict[int, Any] = {}
+        self._foreign: dict[int, _Action] = {}
         self._previous_wakeup = -1
         self._interrupts = 0
         self._stop = threading.Event()
@@ -213,7 +217,8 @@ class Alarms:
         if self._closed:
             return
         self._stop.set()
-        if self._previous:
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._previous and in_main:
             self._give_back_signals()
         with self._lock:
             self._closed = True
@@ -227,19 +232,24 @@ class Alarms:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, ends - time.monotonic()))
         with self._lock:
-            self._close_pipes()
+            self._close_pipes(but_heard=not in_main and any(map(self._is_installed, self._previous)))
 
     def _step_aside(self, other: Alarms) -> None:
         """Entered after this one, and left later: what was there before this one is now what was there before it."""
         for number, before in other._previous.items():
             if before == self._on_signal:
                 other._previous[number] = self._previous[number]
+                if number in self._foreign:
+                    other._foreign[number] = self._foreign[number]
         if other._previous_wakeup >= 0 and other._previous_wakeup == self._heard:
             other._previous_wakeup = self._previous_wakeup
 
-    def _close_pipes(self) -> None:
-        fds = (self._woken, self._wake, self._heard_from, self._heard)
-        self._woken = self._wake = self._heard_from = self._heard = -1
+    def _close_pipes(self, *, but_heard: bool = False) -> None:
+        fds = [self._woken, self._wake]
+        self._woken = self._wake = -1
+        if not but_heard:
+            fds += [self._heard_from, self._heard]
+            self._heard_from = self._heard = -1
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -264,10 +274,15 @@ class Alarms:
 
     def _take_signals(self) -> None:
         for number in self._wanted:
+            _bury_what_is_closed(number)
             before = signal.getsignal(number)
-            # Installed from C, it could be neither called nor put back. SIGINT that is ignored belongs to another job's terminal.
-            if _is_foreign(number, before) or (number == signal.SIGINT and before is signal.SIG_IGN):
-                continue
+            if number == signal.SIGINT and before is signal.SIG_IGN:
+                continue  # it belongs to another job's terminal
+            foreign = _foreign(number, before)
+            if foreign is not None:
+                if number != signal.SIGTERM:
+                    continue
+                before, self._foreign[number] = signal.SIG_DFL, foreign
             self._previous[number] = before
             signal.signal(number, self._on_signal)
         if not self._previous:
@@ -275,20 +290,38 @@ class Alarms:
         self._previous_wakeup = signal.set_wakeup_fd(self._heard, warn_on_full_buffer=False)
         self._start("sublet-alarms", self._relay, self._heard_from)
 
+    def _is_installed(self, number: int) -> bool:
+        return bool(signal.getsignal(number) == self._on_signal)
+
+    def _bury(self) -> None:
+        """In the main thread, of alarms another thread has closed."""
+        self._give_back_signals()
+        with self._lock:
+            self._close_pipes()
+
     def _give_back_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may: each handler does it when its signal comes
         current = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(self._previous_wakeup if current == self._heard else current)
         for number, before in self._previous.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, before)
+            if self._is_installed(number):
+                self._put(number, before)
+
+    def _put(self, number: int, before: Any) -> None:
+        signal.signal(number, before)
+        if number in self._foreign:
+            _sigaction(number, self._foreign[number], None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         before = self._previous[number]
         if self._closed:  # by another thread, which could not put it back
-            signal.signal(number, before)
-            signal.raise_signal(number)
+            if self._is_installed(number):
+                self._bury()
+                signal.raise_signal(number)
+            elif callable(before):  # somebody's who was there later, and calls what was before
+                before(number, frame)
+            elif before is signal.SIG_DFL:
+                signal.signal(number, before)
+                signal.raise_signal(number)
             return
         self._flag(number)
         _write(self._heard, bytes((number | _BY_HANDLER,)))
@@ -333,9 +366,9 @@ class Alarms:
         self._raised = self._signalled = None
         self._leases, self._callbacks, self._threads = (), [], []
         for number, before in self._previous.items():
-            if signal.getsignal(number) != self._on_signal:
+            if not self._is_installed(number):
                 continue
-            signal.signal(number, _in_a_child(number, before))
+            self._put(number, _in_a_child(number, before))
         if self._previous:
             current = signal.set_wakeup_fd(-1)
             if current not in (-1, self._heard):
@@ -363,16 +396,32 @@ class _FirstOneIgnored:
             raise KeyboardInterrupt
 
 
-def _is_foreign(number: int, before: Any) -> bool:
+def _bury_what_is_closed(number: int) -> None:
+    """Else it would be what was before us, and would take the signal for its own past."""
+    while True:
+        owner = getattr(signal.getsignal(number), "__self__", None)
+        if not (isinstance(owner, Alarms) and owner._closed and owner._is_installed(number)):
+            return
+        owner._bury()
+
+
+#: `struct sigaction`, which begins with the handler.
+_Action = ctypes.Array[ctypes.c_void_p]
+_C_HANDLERS_OF_NO_CODE = (None, 0, 1)  # by default, and ignored
+
+
+def _foreign(number: int, before: Any) -> _Action | None:
     """Python knows of no handler, and yet there is one (faulthandler's, or a library's)."""
-    if before is None:
-        return True
-    if before is not signal.SIG_DFL:
-        return False
-    old = (ctypes.c_void_p * 32)()  # struct sigaction begins with the handler
-    if ctypes.CDLL(None, use_errno=True).sigaction(int(number), None, old) != 0:
-        return False
-    return old[0] not in (None, 0, 1)
+    if before is not None and before is not signal.SIG_DFL:
+        return None
+    found: _Action = (ctypes.c_void_p * 32)()
+    if not _sigaction(number, None, found) or found[0] in _C_HANDLERS_OF_NO_CODE:
+        return None
+    return found
+
+
+def _sigaction(number: int, new: _Action | None, old: _Action | None) -> bool:
+    return bool(ctypes.CDLL(None).sigaction(int(number), new, old) == 0)
 
 
 # --- fork: no signal may arrive between the fork and `_be_a_child` -------------------------------------------

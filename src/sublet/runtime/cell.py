@@ -32,13 +32,14 @@ from sublet.core.lease import EndReason, LeaseState
 from sublet.core.notice import Notice
 from sublet.ports.cell import RESULT, CellOrder, CellReport, InStep, Luggage, Packing, Saving, Snapshot
 from sublet.ports.clock import Clock
-from sublet.ports.ledger import Answer, Ledger
+from sublet.ports.held import HeldLease, LeaseLook
+from sublet.ports.ledger import Answer
 from sublet.ports.worker import Screen
 from sublet.runtime import cell_random
 from sublet.runtime.cell_keep import Kept, KeptState
 from sublet.runtime.cell_surroundings import Surroundings, surroundings
 from sublet.runtime.cell_wish import Ran, Source, Wish
-from sublet.runtime.holding import EXPLAIN_PATIENCE_US, RELEASE_PATIENCE_US, Lease
+from sublet.runtime.holding import EXPLAIN_PATIENCE_US, RELEASE_PATIENCE_US
 from sublet.runtime.late_module import module_or_late
 
 #: How long an unreachable ledger is asked before the cell gives up, and the pause between two questions. One question is itself patient.
@@ -55,7 +56,7 @@ class _Trip:
     wish: Wish
     source: Source
     space: MutableMapping[str, Any]
-    lease: Lease
+    lease: HeldLease
     before: str
     began: int
     kept_before: Kept | None
@@ -65,7 +66,7 @@ class _Trip:
 class Takes(Protocol):
     """Leases a GPU for a wish, held by a worker and renewed. Waits, asks and refuses as the surface likes."""
 
-    def __call__(self, wish: Wish) -> Lease: ...
+    def __call__(self, wish: Wish) -> HeldLease: ...
 
 
 class Cells:
@@ -74,14 +75,14 @@ class Cells:
     def __init__(
         self,
         take: Takes,
-        ledger: Callable[[], Ledger],
+        look: LeaseLook,
         clock: Clock,
         kept: KeptState,
         packing: Packing,
         run_inside: Callable[[CellOrder], CellReport],
     ) -> None:
         self._take = take
-        self._ledger = ledger
+        self._look = look
         self._clock = clock
         self.kept = kept
         self._packing = packing
@@ -96,7 +97,7 @@ class Cells:
         self._around = Surroundings()  # as the worker was last told
         self._pid = os.getpid()
         self._screen: Screen | None = None  # of the cell that runs
-        self.lease: Lease | None = None
+        self.lease: HeldLease | None = None
         self.account = Account()
         self.on_change: Callable[[], None] = lambda: None  # called from any thread
 
@@ -114,7 +115,7 @@ class Cells:
             return False
         return True
 
-    def _lease_for(self, wish: Wish) -> Lease:
+    def _lease_for(self, wish: Wish) -> HeldLease:
         give_up = time.monotonic() + GIVE_UP_SECONDS
         while True:
             self._around = surroundings()  # a worker begins with them
@@ -126,10 +127,9 @@ class Cells:
                     raise GpuUnavailable(f"GPU unavailable: {e.message}. Nothing was run.") from e
                 time.sleep(PAUSE_SECONDS)
         self.lease, self._place = lease, wish.place
-        row = lease._row
         self.account.begin(
             lease.id,
-            granted_at=row.granted_at,
+            granted_at=lease.granted_at,
             device=", ".join(lease.devices),
             devices=len(lease.devices),
             vram_bytes=lease.vram_bytes,
@@ -178,7 +178,7 @@ class Cells:
 
     def look(self, lease_id: str) -> Answer:
         """Nobody waits long for a line under a cell."""
-        return self._ledger().look(lease_id, patience_us=EXPLAIN_PATIENCE_US)
+        return self._look(lease_id, patience_us=EXPLAIN_PATIENCE_US)
 
     # one cell
 
@@ -225,7 +225,7 @@ class Cells:
             return self._after(trip, report)
 
     def _go(self, trip: _Trip, luggage: Luggage, screen: Screen, *, fresh: bool) -> CellReport:
-        wish, source, lease = trip.wish, trip.source, trip.lease
+        wish, source, lease, around = trip.wish, trip.source, trip.lease, surroundings()
         order = CellOrder(
             source=source.body,
             header=source.header,
@@ -241,7 +241,7 @@ class Cells:
             keep=wish.keep,
             every_us=wish.every_us,
             random=self._random(fresh),
-            moved=(around := surroundings()).since(self._around),
+            moved=around.since(self._around) if lease.here else None,
         )
         self._screen = screen
         try:
@@ -269,10 +269,10 @@ class Cells:
         self._random_there = cell_random.put_what_is_in_use(states)
         self._drawn = cell_random.take()
 
-    def _heard(self, lease: Lease, notice: Notice) -> None:
+    def _heard(self, lease: HeldLease, notice: Notice) -> None:
         """From a thread of the keeper's: the GPU will go, or the ledger does not answer."""
-        if lease.status == "revoking" and lease._worker is not None:
-            lease._worker.warn()
+        if lease.status == "revoking":
+            lease.warn_worker()
         left = notice.seconds_left(self._clock.monotonic_us())
         screen = self._screen
         if screen is not None and left > 0:
@@ -281,7 +281,7 @@ class Cells:
                 screen.text("stderr", f"GPU session {ends} in {left:.0f} s ({notice.reason}).\n")
         self.on_change()
 
-    def _answer(self, asked: Any, lease: Lease) -> Saving:
+    def _answer(self, asked: Any, lease: HeldLease) -> Saving:
         """A snapshot from inside the cell. With the GPU going it is saved at once, and the cell ends there."""
         assert isinstance(asked, Snapshot)
         try:
@@ -330,7 +330,7 @@ class Cells:
         ran.line = self.account.line(trip.lease.id, trip.source.count)
         return ran
 
-    def _made_here(self, report: CellReport, lease: Lease) -> tuple[CellReport, dict[str, Any]]:
+    def _made_here(self, report: CellReport, lease: HeldLease) -> tuple[CellReport, dict[str, Any]]:
         """A value made of something that is only installed, or only found, in the worker stays there, and keeps no other from coming back."""
         try:
             return report, self._packing.unpack(report.values)
@@ -399,7 +399,7 @@ class Cells:
             trip.space.update(last.values)
             self._put_random(last.random)
 
-    def _why_ended(self, lease: Lease) -> str:
+    def _why_ended(self, lease: HeldLease) -> str:
         """Of a session between two cells, in words; '' when it was given back on purpose."""
         if lease.yielded:
             return lease.yielded

@@ -28,7 +28,7 @@ from sublet.core.renewal import local_deadline
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
 from sublet.ports.session import Session
-from sublet.ports.worker import Call, Screen, Worker
+from sublet.ports.worker import Call, Part, Screen, Sink, Worker
 
 #: Leaving must not hang: a lease that cannot be given back runs out by itself.
 RELEASE_PATIENCE_US = 2_000_000
@@ -89,6 +89,15 @@ class Lease:
         return self._row.request.ttl_us
 
     @property
+    def granted_at(self) -> int:
+        return self._row.granted_at
+
+    @property
+    def here(self) -> bool:
+        """Its work runs on this machine."""
+        return self._worker is None or self._worker.here
+
+    @property
     def tenant(self) -> str:
         return self._row.tenant
 
@@ -140,9 +149,12 @@ class Lease:
         return "it was not renewed in time"
 
     def touch(self) -> None:
-        """Say that the GPU is in use; an untouched lease outside a `with` block counts as idle."""
+        """Say that the GPU is in use; an untouched lease outside a `with` block counts as idle. One that is kept warm is kept `warm_us` from
+        now on."""
         self.check()
-        self._touched = True
+        with self._lock:
+            self._touched = True
+            self._idle_since_us = self._clock.monotonic_us()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -195,6 +207,24 @@ class Lease:
         """Call it in the leased worker with its output on a screen; `answer` is what it may ask meanwhile."""
         return self._in_worker(lambda worker: worker.call_shown(function, args, screen, answer))
 
+    def run_sealed(self, target: str, parts: Sequence[Part], sink: Sink) -> tuple[bool, list[memoryview]]:
+        """Call "module:function" in the leased worker with bytes; nothing that comes back is opened here."""
+        return self._in_worker(lambda worker: worker.call_sealed(target, parts, sink))  # type: ignore[no-any-return]
+
+    @property
+    def launches(self) -> int:
+        """How many kernels the sealed calls in its worker said they launched."""
+        return self._worker.launches if self._worker is not None else 0
+
+    @property
+    def containment(self) -> str:
+        """What its worker is contained by, in words; '' without one."""
+        return self._worker.containment if self._worker is not None else ""
+
+    def interrupt(self) -> None:
+        """KeyboardInterrupt in the call that runs in the leased worker; from any thread."""
+        self._the_worker().interrupt()
+
     def run_many(self, function: Callable[..., Any], calls: list[Call]) -> list[tuple[bool, Any]]:
         """Several calls in one trip: (True, result) or (False, exception) each."""
         return self._in_worker(lambda worker: worker.call_many(function, calls))  # type: ignore[no-any-return]
@@ -239,11 +269,20 @@ class Lease:
         worker.arm(self._deadline_us, self._ends_us, confirm=True)
         worker.begin(self.id, self.epoch, environment)
 
+    def _seated(self, answer: Answer) -> None:
+        """It was asked for by name, and is the worker's from now on."""
+        self._replace_row(holder=answer.lease.holder)
+
     def on_notice(self, callback: Callable[[Notice], None]) -> None:
         """Called once per new warning, from a thread of sublet's; set a flag there and return."""
         self._callbacks.append(callback)
         if self._notice is not None:
             callback(self._notice)
+
+    def warn_worker(self) -> None:
+        """It will go soon: whatever runs in its worker may save and stop."""
+        if self._worker is not None:
+            self._worker.warn()
 
     def keep_warm(self, then: Callable[[], None] = lambda: None) -> None:
         """Keep it between calls: renewed until nobody has used it for `warm_us`, then given back, and not held a moment longer than that.

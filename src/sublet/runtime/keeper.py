@@ -160,8 +160,7 @@ class Keeper:
             if what == "renew":
                 self._renew(batch)
             elif what == "look":
-                for kept in batch:
-                    self._look(kept)
+                self._look(batch)
             else:
                 for kept in batch:
                     self._report_idle(kept)
@@ -205,22 +204,20 @@ class Keeper:
                 )
             self._changed.notify_all()
         if any(not isinstance(error, Disconnected) for error in errors):
-            for kept in batch:
-                if kept.lease.id not in by_id:
-                    self._look(kept)
+            self._look([kept for kept in batch if kept.lease.id not in by_id])
 
-    def _look(self, kept: _Kept) -> None:
+    def _look(self, batch: list[_Kept]) -> None:
         sent_at = self._clock.monotonic_us()
         try:
-            answer = self._ledger.look(kept.lease.id)
-        except Disconnected:
+            answers = {a.lease.id: a for a in self._ledger.look_many([kept.lease.id for kept in batch])}
+        except (SubletError, OSError):
             return
-        except SubletError as gone:
-            kept.lease._lost(gone.message)
-            return
-        except OSError:
-            return
-        kept.lease._seen(answer.lease, answer.at, sent_at)
+        for kept in batch:
+            answer = answers.get(kept.lease.id)
+            if answer is None:
+                kept.lease._lost(f"the ledger does not know lease {kept.lease.id}")
+            else:
+                kept.lease._seen(answer.lease, answer.at, sent_at)
         with self._changed:
             self._changed.notify_all()
 

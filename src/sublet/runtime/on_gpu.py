@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from sublet import inside
 from sublet.core.errors import BadInput, LeaseLost, WorkerLost
+from sublet.core.values import parse_duration
+from sublet.ports.held import HeldLease
 from sublet.ports.worker import Call
-from sublet.runtime.holding import Lease
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Duration = str | int | float
 
 #: Microseconds to a lease with that ttl, kept and held by a worker.
-Acquire = Callable[[int], Lease]
+Acquire = Callable[[int], HeldLease]
 
 
 class Warm:
@@ -38,11 +41,11 @@ class Warm:
 
     def __init__(self, acquire: Acquire) -> None:
         self._acquire = acquire
-        self._lease: Lease | None = None
+        self._lease: HeldLease | None = None
         self._pid = os.getpid()
         self.lock = threading.Lock()
 
-    def lease(self, ttl_us: int) -> Lease:
+    def lease(self, ttl_us: int) -> HeldLease:
         """Called with the lock held."""
         held = self._lease
         if held is None or self._pid != os.getpid():  # in a forked child it is the parent's
@@ -51,7 +54,7 @@ class Warm:
             self._pid = os.getpid()
         return held
 
-    def use(self, ttl_us: int, work: Callable[[Lease], Any]) -> Any:
+    def use(self, ttl_us: int, work: Callable[[HeldLease], Any]) -> Any:
         with self.lock:
             while True:
                 fresh = self._lease is None
@@ -137,7 +140,7 @@ class OnGpu(Generic[P, R]):
             raise value
         return value  # type: ignore[no-any-return]
 
-    def _serve_waiting(self, lease: Lease) -> None:
+    def _serve_waiting(self, lease: HeldLease) -> None:
         taken: list[_Ticket] = []
         while self._waiting and len(taken) < self._batch:
             taken.append(self._waiting.popleft())
@@ -209,6 +212,33 @@ class OnGpu(Generic[P, R]):
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """As a method it is called with the instance, like any function."""
         return self if instance is None else MethodType(self, instance)
+
+
+def on_gpu_decorator(
+    function: Callable[..., Any] | None,
+    warm: Callable[[], Warm],
+    ttl: Duration | Callable[..., Duration],
+    *,
+    batch: int,
+    options: Mapping[str, Any],
+    known: Callable[..., Any],
+    plainly: Callable[[], bool] = lambda: False,
+) -> Any:
+    """What `@on_gpu` and `@on_gpu(...)` are, wherever the GPU is leased. `known` takes the options there are."""
+    if function is not None and not callable(function):
+        raise BadInput("write @sublet.on_gpu or @sublet.on_gpu(vram=..., ttl=...) above a function")
+    fixed_us = None if callable(ttl) else parse_duration(ttl, what="ttl")
+    unknown = set(options) - (set(inspect.signature(known).parameters) - {"holder"})
+    if unknown:
+        raise BadInput(f"on_gpu does not know {', '.join(sorted(unknown))}")
+
+    def ttl_us(*args: Any, **kwargs: Any) -> int:
+        return fixed_us if fixed_us is not None else parse_duration(ttl(*args, **kwargs), what="ttl")  # type: ignore[operator]
+
+    def decorate(decorated: Callable[..., Any]) -> OnGpu[..., Any]:
+        return OnGpu(decorated, warm, ttl_us, batch=batch, plainly=plainly)
+
+    return decorate if function is None else decorate(function)
 
 
 def _as_plain(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,8 @@ Rules of this file:
   ledger. When the ledger is silent at a deadline, the holder dies anyway (K2) and the books are made up later.
 - A lease looked at too long ago may have been renewed since: before killing, the ledger is asked once more, for a moment.
 - A teardown is `runtime/teardown.py`'s, each in a thread of its own: one wedged device must not hold up the others.
+- Hosts look after each other: what nobody is left to end on a silent one is ended, at its deadline, by any other's schedule.
+- One that drains gives its host back: no more grants, every lease told, and it leaves when the last of them is settled.
 - All it knows it can read again: after its own death a new warden rebuilds the same picture from rows (K3).
 """
 
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sublet.core.device import Device, DeviceState
-from sublet.core.errors import SubletError
+from sublet.core.errors import LeaseLost, SubletError
 from sublet.core.lease import EndReason, Holder, Lease, LeaseState
 from sublet.core.values import SECOND_US
 from sublet.ports.clock import Clock
@@ -32,6 +34,10 @@ from sublet.runtime.teardown import DeviceMemory, Scrub, Teardown
 POLL_US = SECOND_US
 BEAT_US = 5 * SECOND_US
 PROBE_US = 60 * SECOND_US
+#: How often other hosts' deadlines are looked at by one that has no lease of its own to look at.
+NEIGHBOURS_US = 5 * SECOND_US
+#: What a warden that drains waits for the last Receipts, after the grace.
+SETTLE_US = 10 * SECOND_US
 #: How long the ledger may take to say that a lease due now was renewed after all.
 CONFIRM_US = 300_000
 #: TERM to KILL at the deadline. The grace is over by then; this is for a last line in a log.
@@ -60,6 +66,12 @@ class _Settlement:
     reason: EndReason
     detail: str
     receipt: Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    why: str
+    tell_until_us: int  # monotonic: the end of the grace
 
 
 @dataclass(slots=True)
@@ -99,6 +111,8 @@ class Warden:
         self._inbox: queue.Queue[str] = queue.Queue()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = False
+        self._leaving: _Leaving | None = None
+        self._found: frozenset[str] = frozenset()  # devices, as last reported
         self._ledger_busy_since = 0
         self._next_look_at: int | None = None  # monotonic
         self._walked_at = 0
@@ -109,7 +123,9 @@ class Warden:
         swept = self._processes.sweep()
         if swept:
             self._log(f"ended pids {swept}, whose supervisor was gone")
-        self._ledger.report_host(self._host, list(self._probe()))
+        found = [] if self._leaving else list(self._probe())
+        self._ledger.report_host(self._host, found)
+        self._found = frozenset(d.id for d in found)
         view = self._ledger.host_view(self._host)
         leased = self._pids_of(x.holder for x in view.leases)
         devices = {d.id: d for d in self._ledger.devices(self._host)}
@@ -153,6 +169,14 @@ class Warden:
             self._stopping = True
             self._inbox.put("stop")
             threads[0].join(timeout=2)
+
+    def leave(self, why: str, deadline_us: int) -> None:
+        """Give the host back: nothing more is granted, leases are told to go by `deadline_us` (monotonic), and `run` ends when they are settled.
+        Said again, the nearer deadline stands."""
+        said = self._leaving
+        if said is None or deadline_us < said.tell_until_us:
+            self._leaving = _Leaving(why, deadline_us)
+            self._inbox.put("leave")
 
     def stop(self) -> None:
         self._stopping = True
@@ -259,7 +283,7 @@ class Warden:
         bell.close()
 
     def _ledger_loop(self) -> None:
-        beat_at = probe_at = 0
+        beat_at = probe_at = neighbours_at = 0
         idle_since = self._clock.monotonic_us()
         pause = 0
         while not self._stopping:
@@ -273,10 +297,16 @@ class Warden:
                 self._end_lost()
                 self._settle()
                 self._refresh()
+                if self._leaving is not None and self._left(self._leaving):
+                    self.stop()
+                    return
+                if now >= neighbours_at:
+                    self._look_after_neighbours()
+                    neighbours_at = now + NEIGHBOURS_US
                 if now >= beat_at:
                     self._ledger.beat_host(self._host)
                     beat_at = now + BEAT_US
-                if now >= probe_at and probe_at:
+                if probe_at and (now >= probe_at or self._taken_for_lost()):
                     self.report()
                 if now >= probe_at:
                     probe_at = now + PROBE_US
@@ -298,6 +328,45 @@ class Warden:
             pause = POLL_US
             if self._next_look_at is not None:
                 pause = max(1000, min(POLL_US, self._next_look_at - now))
+
+    def _taken_for_lost(self) -> bool:
+        """We were silent, and others have said so: requests here are refused until the devices are reported again."""
+        with self._lock:
+            return any(
+                d.state is DeviceState.LOST and d.id in self._found for d in self._shared.devices.values()
+            )
+
+    def _look_after_neighbours(self) -> None:
+        """One that has leases runs the schedule anyway, for all hosts. Where none has, a dead host's leases would never be ended."""
+        if any(d.host != self._host for d in self._ledger.devices()):
+            self._ledger.tick(self._host)
+
+    def _left(self, leaving: _Leaving) -> bool:
+        """One step of leaving; True when nothing is left here, or cannot be waited for any longer."""
+        now = self._clock.monotonic_us()
+        if self._found:
+            self._log(f"leaving: {leaving.why}")
+            self.report()
+        view = self._ledger.host_view(self._host)
+        for lease in view.leases:
+            left_us = max(0, leaving.tell_until_us - now)
+            due = view.at + left_us
+            if lease.state is LeaseState.ENDED or (
+                lease.state is LeaseState.REVOKING and lease.deadline_at <= due + SECOND_US
+            ):
+                continue
+            with contextlib.suppress(LeaseLost):  # it ended between the look and this
+                self._ledger.revoke(
+                    lease.id,
+                    reason=EndReason.DEVICE_LOST,
+                    detail=f"host {self._host} is given back: {leaving.why}",
+                    grace_us=left_us,
+                    actor="warden",
+                )
+        if view.leases and now < leaving.tell_until_us + SETTLE_US:
+            return False
+        self._log(f"left with {len(view.leases)} lease(s) not settled" if view.leases else "left clean")
+        return True
 
     def _end_lost(self) -> None:
         """A lease whose holder is gone is over now, so that whoever continues its job need not wait for the proof that nothing of it

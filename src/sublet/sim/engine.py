@@ -313,7 +313,10 @@ class Replay:
         session.lease = None
         self._does(session, Doing.NOTHING)
         del self._by_lease[lease.id]
-        self._plan(self.world.now + self._teardown_us, lambda: self._settled(lease))
+        if self._teardown_us:
+            self._plan(self.world.now + self._teardown_us, lambda: self._settled(lease))
+        else:
+            self._settled(lease)  # as a lease that nothing has to be torn down for
         if session.backlog:
             self._asks(session)
 
@@ -342,7 +345,7 @@ class Replay:
     def _react(self) -> None:
         """The holders hear what was decided about them."""
         while self.world.news:
-            news = self.world.news.pop(0)
+            news = self.world.news.popleft()
             session = self._by_lease.get(news.lease.id)
             if session is None:
                 continue  # it had gone by itself

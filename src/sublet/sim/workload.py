@@ -91,13 +91,13 @@ def parse_requests(lines: Iterable[str], *, name: str) -> Workload:
         if status != SUCCEEDED:
             left_out[status] += 1
             continue
-        work_us = _microseconds(work, f"{where}: exec_s")
+        work_us = microseconds(work, f"{where}: exec_s")
         if not 0 < work_us <= MOST_WORK_US:
             raise BadInput(f"{where}: exec_s {work!r} is not between 0 and {format_duration(MOST_WORK_US)}")
         arrivals.append(
             Arrival(
                 tenant=check_name(tenant, what=f"{where}: group"),
-                at=_microseconds(at, f"{where}: t_s"),
+                at=microseconds(at, f"{where}: t_s"),
                 work_us=work_us,
             )
         )
@@ -125,7 +125,7 @@ def _wrong_columns(header: list[str]) -> str:
     return " and ".join([*found, f"with {', '.join(map(repr, unknown[:9]))}"] if unknown else found)
 
 
-def _microseconds(text: str, what: str) -> int:
+def microseconds(text: str, what: str) -> int:
     found = _SECONDS.fullmatch(text)
     if found is None:
         raise BadInput(f"{what} {text[:40]!r} is no number of seconds, such as 32 or 32.5")

@@ -1,21 +1,22 @@
 """The pool in virtual time: devices, leases, waiters and tenants as the ledger keeps them, in memory.
 
 Rules of this file:
-- Decisions come from `core`: `admission.admit` and `place`, `schedule.tick`, `lease.renew`. What is here loads the same frozen
-  records the ledger loads, asks, and applies the answer as the ledger's verbs do, in the same order.
+- Decisions come from `core`: `admission.admit` and `place`, `schedule.tick`, `lease.renew`. What is here keeps the same frozen
+  records the ledger loads, in the order `core.pool` gives them, asks, and applies the answer as the ledger's verbs do, in the same order.
 - Time is an attribute that only the engine moves. Integers only; nothing depends on the order of a set.
 - What happened to a lease is told in `news`, in order; the engine reads it after each call.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from sublet.core import admission, schedule
-from sublet.core.admission import Grant, Offer, Refusal, View, Wait
-from sublet.core.device import Device, Exclusivity, Resident, fit, join, occupy, usable
+from sublet.core.admission import Grant, Offer, Refusal, Wait
+from sublet.core.device import Device, Exclusivity, Resident, join, occupy, usable
 from sublet.core.errors import InvariantBroken
 from sublet.core.lease import (
     EndReason,
@@ -27,11 +28,13 @@ from sublet.core.lease import (
     Request,
     after,
     changed,
+    last_active,
     overdue,
 )
 from sublet.core.lease import renew as decide_renew
+from sublet.core.pool import Pool
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
-from sublet.core.tenancy import Tenant, rate_of, used_now
+from sublet.core.tenancy import Tenant, rate_of, tenant_changed, used_now
 from sublet.core.values import MAX_DURATION_US
 from sublet.sim.schemes import Order, Scheme
 
@@ -60,29 +63,49 @@ class World:
         self.scheme = scheme
         self.policy = scheme.policy
         self.now = 0
-        self.devices: dict[str, Device] = {
-            name: Device(
-                id=name,
-                host=HOLDER.host,
-                driver="sim",
-                ordinal=i,
-                name="simulated",
-                capacity_bytes=CAPACITY_BYTES,
-                free_bytes=CAPACITY_BYTES,
-            )
-            for i, name in ((i, f"gpu-{i:05d}") for i in range(gpus))
-        }
-        self.leases: dict[str, Lease] = {}  # hold slices
-        self.waiters: dict[str, Lease] = {}  # in the order they joined
-        self.tenants: dict[str, Tenant] = {}
-        self.news: list[News] = []
+        self.pool = Pool(
+            devices=(
+                Device(
+                    id=name,
+                    host=HOLDER.host,
+                    driver="sim",
+                    ordinal=i,
+                    name="simulated",
+                    capacity_bytes=CAPACITY_BYTES,
+                    free_bytes=CAPACITY_BYTES,
+                )
+                for i, name in ((i, f"gpu-{i:05d}") for i in range(gpus))
+            ),
+            policy=self.policy,
+        )
+        self._first_come: dict[str, Lease] = {}  # who waits where the list is not ours
+        self.news: deque[News] = deque()
         self.ends: dict[EndReason, int] = {}
         self.epoch = 0
+
+    @property
+    def devices(self) -> dict[str, Device]:
+        return self.pool.rooms.devices
+
+    @property
+    def leases(self) -> Mapping[str, Lease]:
+        """Those that hold slices."""
+        return self.pool.leases
+
+    @property
+    def waiters(self) -> Mapping[str, Lease]:
+        """In the order they joined, where that is the order they are served in."""
+        return self.pool.waiters if self.scheme.order is Order.OURS else self._first_come
+
+    @property
+    def tenants(self) -> Mapping[str, Tenant]:
+        return self.pool.tenants
 
     # asking
 
     def acquire(self, lease_id: str, request: Request) -> Lease:
-        tenant = self.tenants.setdefault(request.tenant, Tenant(name=request.tenant, as_of=self.now))
+        if request.tenant not in self.tenants:
+            self.pool.set_tenant(Tenant(name=request.tenant, as_of=self.now))
         newcomer = Lease(
             id=lease_id,
             request=request,
@@ -96,20 +119,23 @@ class World:
         )
         decision: Grant | Offer | Wait | Refusal | None = None
         if not self.waiters:
-            slices = fit(request.shape(), self.devices.values())
+            slices = self.pool.rooms.fit(request.shape())
             if slices is not None:
                 decision = Grant(
                     lease_id=lease_id, slices=slices, vram_bytes=request.vram_bytes, reason="capacity is free"
                 )
         if decision is None and self.scheme.order is Order.OURS:
-            # Without the leases, from which only the ETA is told: nobody reads it here.
-            decision = admission.admit(newcomer, self.view(with_leases=False), self.now)
+            # Without position and ETA: nobody reads them here.
+            decision = admission.admit(newcomer, self.pool, self.now, forecast=False)
         if isinstance(decision, Refusal | Offer):
             raise InvariantBroken(f"a request that may wait was not let wait: {decision.reason}")
         if isinstance(decision, Grant):
             return self._grant(newcomer, decision, claimed=True)
-        self.waiters[lease_id] = newcomer
-        self._shift(tenant.name, waiting=1)
+        if self.scheme.order is Order.OURS:
+            self.pool.set_waiter(newcomer)
+        else:
+            self._first_come[lease_id] = newcomer
+        self._shift(request.tenant, waiting=1)
         return newcomer
 
     def _grant(self, lease: Lease, decision: Grant, *, claimed: bool) -> Lease:
@@ -132,11 +158,14 @@ class World:
             device = self.devices[s.device_id]
             if not usable(device, lease.request.shape(decision.vram_bytes)):
                 raise InvariantBroken(f"device {device.id} was granted to {lease.id} but has no room for it")
-            self.devices[s.device_id] = join(
-                device, Resident(lease.tenant, lease.request.exclusivity, s.vram_bytes)
+            self.pool.set_device(
+                join(device, Resident(lease.tenant, lease.request.exclusivity, s.vram_bytes))
             )
-        self.leases[lease.id] = granted
-        was_waiting = self.waiters.pop(lease.id, None) is not None
+        self.pool.set_lease(granted)
+        was_waiting = lease.id in self.waiters
+        if lease.id in self.pool.waiters:
+            self.pool.drop_waiter(lease.id)
+        self._first_come.pop(lease.id, None)
         self._shift(lease.tenant, leases=1, slices=granted, waiting=-1 if was_waiting else 0)
         return granted
 
@@ -152,15 +181,21 @@ class World:
         )
         if not isinstance(decision, Renewed):
             return False
-        self.leases[lease.id] = changed(
-            known, expires_at=decision.expires_at, busy=busy, active_at=self.now, claimed=True
+        self.pool.set_lease(
+            changed(
+                known,
+                expires_at=decision.expires_at,
+                busy=busy,
+                active_at=last_active(known, busy, self.now),
+                claimed=True,
+            )
         )
         return True
 
     def mark(self, lease: Lease, *, busy: bool) -> None:
         known = self.leases.get(lease.id)
         if known is not None and known.epoch == lease.epoch and known.state is LeaseState.ACTIVE:
-            self.leases[lease.id] = changed(known, busy=busy, active_at=self.now)
+            self.pool.set_lease(changed(known, busy=busy, active_at=self.now))
 
     def release(self, lease: Lease) -> None:
         """By its holder. The device goes back when its teardown is settled."""
@@ -181,52 +216,43 @@ class World:
             ended_at=self.now,
             busy=False,
         )
-        self.leases[lease.id] = ended
+        self.pool.set_lease(ended)
         self.ends[reason] = self.ends.get(reason, 0) + 1
         if reason is EndReason.HOLD_CAP:
-            self.tenants[lease.tenant] = replace(
-                self.tenants[lease.tenant], cooldown_until=self.now + self.policy.cooldown_us
+            self.pool.set_tenant(
+                tenant_changed(self.tenants[lease.tenant], cooldown_until=self.now + self.policy.cooldown_us)
             )
         return ended
 
     def settle(self, lease_id: str) -> None:
         """The teardown is proven: the slices go back, and to who is first in order, at once."""
-        lease = self.leases.pop(lease_id)
+        lease = self.leases[lease_id]
         if lease.state is not LeaseState.ENDED:
             raise InvariantBroken(f"lease {lease_id} was settled while {lease.state.value}")
+        self.pool.drop_lease(lease_id)
         for s in lease.slices:
             staying = [
                 Resident(x.tenant, x.request.exclusivity, t.vram_bytes)
-                for x in self.leases.values()
+                for x in self.pool.on(s.device_id)
                 for t in x.slices
                 if t.device_id == s.device_id
             ]
-            self.devices[s.device_id] = occupy(self.devices[s.device_id], staying)
+            self.pool.set_device(occupy(self.devices[s.device_id], staying))
         self._shift(lease.tenant, leases=-1, slices=lease)
         self.hand_out()
 
     # deciding
 
-    def view(self, *, with_leases: bool) -> View:
-        leases = tuple(self.leases[i] for i in sorted(self.leases)) if with_leases else ()
-        return View(
-            devices=tuple(self.devices.values()),
-            leases=leases,
-            waiters=tuple(self.waiters.values()),
-            tenants=self.tenants,
-            policy=self.policy,
-        )
-
     def hand_out(self) -> None:
         if not self.waiters:
             return
         if self.scheme.order is Order.OURS:
-            for decision in admission.place(self.view(with_leases=False), self.now):
+            for decision in admission.place(self.pool, self.now):
                 self._place(decision)
             return
         while self.waiters:
             waiter = next(iter(self.waiters.values()))
-            slices = fit(waiter.request.shape(), self.devices.values())
+            slices = self.pool.rooms.fit(waiter.request.shape())
             if slices is None:
                 return
             self._place(
@@ -246,10 +272,8 @@ class World:
 
     def tick(self) -> int | None:
         """What the warden's tick does; when to look again."""
-        view = self.view(with_leases=True)
-        if self.scheme.order is Order.ARRIVAL:
-            view = replace(view, waiters=())  # the list is not ours: only what has run out is ended
-        decided = schedule.tick(view, self.now)
+        # Where the list is not ours nobody waits in the pool, and only what has run out is ended.
+        decided = schedule.tick(self.pool, self.now)
         rest = [step for step in decided if not isinstance(step, Grant | Offer)]
         for step in rest:
             self._apply(step)
@@ -261,7 +285,7 @@ class World:
                 self._place(decision)
         if not self.waiters or self.scheme.order is Order.ARRIVAL:
             return None  # each grant and renewal is looked at when it runs out
-        return schedule.next_look_at(self.view(with_leases=True) if decided else view, self.now)
+        return schedule.next_look_at(self.pool, self.now)
 
     def _apply(self, step: Instruction) -> None:
         if isinstance(step, Drop | Withdraw):
@@ -280,7 +304,7 @@ class World:
                 reason=step.end_reason,
                 detail=step.reason,
             )
-            self.leases[lease.id] = revoked
+            self.pool.set_lease(revoked)
             self.news.append(News(Happened.REVOKED, revoked))
 
     # counting
@@ -295,7 +319,7 @@ class World:
                 rate += rate_of(
                     slices.request.exclusivity, s.vram_bytes, self.devices[s.device_id].capacity_bytes
                 )
-        self.tenants[name] = replace(
+        shifted = tenant_changed(
             tenant,
             live_leases=tenant.live_leases + leases,
             live_bytes=tenant.live_bytes + leases * live_bytes,
@@ -304,6 +328,7 @@ class World:
             used_us=used_now(tenant, self.now, self.policy.half_life_us),
             as_of=self.now,
         )
+        self.pool.set_tenant(shifted)
 
     def check(self) -> None:
         """What must hold after every event: no device holds more than it has (L2), the sums are those of who is there, and nobody

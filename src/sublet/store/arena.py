@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import itertools
 import mmap
 import os
@@ -19,6 +18,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from sublet.core.checkpoint import Layout, Span, aligned
+
+try:
+    import fcntl
+except ImportError:  # a client of a studio, not on Linux: this file is imported there, and not used
+    fcntl = None  # type: ignore[assignment]
 
 THREADS = 2
 #: Fresh pages come from the kernel, or from the host below it, and wait there: more threads than cores.

@@ -64,7 +64,8 @@ ASK_AGAIN = 5
 
 Write = Callable[[Arena, Sequence[Span]], Packed]
 #: Moves the head to a manifest that is durable; its version.
-Commits = Callable[[Manifest, str], int]
+#: The manifest, its digest, and what it stores that the version before had not.
+Commits = Callable[[Manifest, str, int], int]
 
 
 @runtime_checkable
@@ -311,7 +312,9 @@ class CheckpointStore(Loading):
                 f"the save of {copied.name} took longer than {LONGEST_SAVE_US // 3_600_000_000} hours, and was given up",
                 remedy="use faster replicas; what was written is shared with the next save",
             )
-        committed = commit(manifest, name_of_manifest)
+        # By what the version before needed, not by what was written now: an attempt that was refused has written it already.
+        before = slot.packs if mine else frozenset(parent.packs if parent is not None else ())
+        committed = commit(manifest, name_of_manifest, manifest.added_bytes(before))
         slot.settle_on(name_of_manifest, manifest)
         self._slots.remember(copied.name, slot, name_of_manifest, data)
         total = sum(c.size for c in slot.layout.chunks)
@@ -363,10 +366,10 @@ class CheckpointStore(Loading):
         return head.tenant if head else self._ledger().look(lease.key.lease_id).lease.tenant
 
     def _leased(self, lease: Fenced, steps: Steps | None = None) -> Commits:
-        return lambda manifest, name: self._commit(self._ledger(), lease, manifest, name, steps)
+        return lambda manifest, name, added: self._commit(self._ledger(), lease, manifest, name, added, steps)
 
     def _commit(
-        self, ledger: Ledger, lease: Fenced, manifest: Manifest, name: str, steps: Steps | None
+        self, ledger: Ledger, lease: Fenced, manifest: Manifest, name: str, added: int, steps: Steps | None
     ) -> int:
         said = steps or Steps(step=manifest.step)
         commit = Commit(
@@ -381,6 +384,8 @@ class CheckpointStore(Loading):
             first=said.first,
             starts=said.starts,
             effects=said.effects,
+            new_bytes=added,
+            whole_bytes=manifest.stored_bytes,
         )
         try:
             answer = ledger.commit(lease.key, commit)
@@ -453,7 +458,7 @@ class CheckpointStore(Loading):
         self.settle()
         copied = self._copy(name, {under: weights} if under else weights, 0, tenant, "", 0)
 
-        def adopt(manifest: Manifest, digest_of: str) -> int:
+        def adopt(manifest: Manifest, digest_of: str, added: int) -> int:
             adoption = Adoption(
                 job=name,
                 tenant=tenant,
@@ -463,6 +468,8 @@ class CheckpointStore(Loading):
                 step=0,
                 epoch=0,
                 reason="import",
+                new_bytes=added,
+                whole_bytes=manifest.stored_bytes,
             )
             return self._ledger().adopt(adoption, actor=actor).head.version
 

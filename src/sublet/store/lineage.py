@@ -258,6 +258,9 @@ class Lineage:
                 source=Source(job=head.job, sweeps=head.sweeps),
                 floor=0,
                 forget_after=forget_after,
+                # Whoever has the chunks now may be dropped before it: it is charged with all it needs.
+                new_bytes=manifest.stored_bytes,
+                whole_bytes=manifest.stored_bytes,
             ),
             actor=actor,
         )

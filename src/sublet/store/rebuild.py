@@ -36,6 +36,7 @@ class _Known:
     step: int
     epoch: int
     parent: str
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,7 @@ class Rebuild:
             step=m.step,
             epoch=m.epoch,
             parent=m.parent,
+            stored_bytes=m.stored_bytes,
         )
 
     def _whole(self, manifest: Manifest, progress: Progress) -> bool:
@@ -277,6 +279,8 @@ class Rebuild:
             reason="rebuild",
             floor=floor,
             kept=kept,
+            new_bytes=tip.stored_bytes,
+            whole_bytes=tip.stored_bytes,
         )
         loadable = [k.version for k in chain] + [k.version for k in kept]
         return told("adopted" if head is None else "forwarded", loadable), adoption

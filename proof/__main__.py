@@ -1,0 +1,213 @@
+"""`python -m proof [ONLY …]`: everything, three parts at a time, within an hour; writes docs/proof.md and a JSON of the numbers.
+
+Exit code 0: no violation, every part finished. 1: something was violated or failed. 3: nothing was, but a part did not finish in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from proof.page import page
+from proof.parts import Part, parts
+from sublet.ledger.sqlite import library_version
+from sublet.testing.postgres import find_binaries
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Parts at a time. Most of them wait for a disk, a deadline or each other's processes half of the time, so three share two cores well.
+LANES = 3
+
+
+@dataclass(slots=True)
+class Result:
+    name: str
+    shows: str
+    rules: str
+    verdict: str = "not begun"  # 'held', 'VIOLATED', 'not finished', 'not begun'
+    counts: list[tuple[str, int]] = field(default_factory=list)
+    seconds: float = 0
+    last_words: str = ""
+    replay: str = ""
+    numbers: Any = None
+    at: str = ""
+    commit: str = ""
+    run: str = ""  # when the run began that it was part of
+
+
+def run(part: Part, limit_s: float, logs: Path, run_of: str) -> Result:
+    result = Result(part.name, part.shows, part.rules, run=run_of)
+    result.replay = " ".join([*(f"{k}={v}" for k, v in part.environment.items()), *part.command[1:]])
+    result.at, result.commit = time.strftime("%H:%M UTC", time.gmtime()), commit()
+    numbers = logs / f"{part.name}.json"
+    log = logs / f"{part.name}.log"
+    command = [*part.command, *(["--json", str(numbers)] if part.json else [])]
+    began = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **part.environment},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(min(limit_s, part.limit_s))
+        except subprocess.TimeoutExpired:
+            code = None
+            # As Ctrl-C would, so that it ends the servers and processes it started.
+            os.killpg(process.pid, 2)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+    said = log.read_text(errors="replace")
+    result.seconds = round(time.monotonic() - began, 1)
+    result.last_words = "\n".join(said.strip().splitlines()[-3:])[-600:]
+    if code is None:
+        result.verdict = "not finished"
+        return result
+    result.verdict = "held" if code == 0 else "VIOLATED"
+    if code == 0:
+        result.counts = part.counts(said, numbers, part.environment)
+    if part.json and numbers.exists():
+        result.numbers = json.loads(numbers.read_text())
+    return result
+
+
+def machine() -> dict[str, str]:
+    binaries = find_binaries()
+    postgres = (
+        subprocess.run(
+            [str(binaries / "postgres"), "--version"], capture_output=True, text=True
+        ).stdout.strip()
+        if binaries
+        else "none"
+    )
+    memory = next(
+        (
+            line.split()[1]
+            for line in Path("/proc/meminfo").read_text().splitlines()
+            if line.startswith("MemTotal")
+        ),
+        "0",
+    )
+    return {
+        "cores": str(os.cpu_count()),
+        "memory": f"{int(memory) >> 20} GiB",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "sqlite": ".".join(map(str, library_version())),
+        "postgres": postgres,
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return said.stdout.strip()
+
+
+def merged(earlier: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Parts that were run alone replace their own lines and leave the others; one that was cut off does not replace one that was not."""
+    kept = {p["name"]: p for p in earlier}
+    for part in now:
+        over = part["verdict"] in ("held", "VIOLATED")
+        if over or kept.get(part["name"], {}).get("verdict") not in ("held", "VIOLATED"):
+            kept[part["name"]] = part
+    return kept
+
+
+def main(argv: list[str] | None = None) -> int:
+    known = parts()
+    parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
+    parser.add_argument("only", nargs="*", help=f"parts: {', '.join(p.name for p in known)}")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="no part begins or goes on after this (default: 60)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / ".proof", help="where logs and numbers go (default: .proof)"
+    )
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "proof.md")
+    wanted = parser.parse_args(argv)
+    names = [name for given in wanted.only for name in given.replace(",", " ").split()]
+    unknown = sorted(set(names) - {p.name for p in known})
+    if unknown:
+        parser.error(f"there is no part {', '.join(unknown)}")
+    chosen = [p for p in known if not names or p.name in names]
+    wanted.results.mkdir(parents=True, exist_ok=True)
+    seed = os.environ.get("SUBLET_PROOF_SEED", "1")
+    print(f"seed {seed}; logs in {wanted.results}", flush=True)
+    run_of = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    results = {p.name: Result(p.name, p.shows, p.rules, run=run_of) for p in chosen}
+    left = sorted(chosen, key=lambda p: (not p.first, -p.expected_s))
+    began, load = time.monotonic(), os.getloadavg()[0]
+    lock = threading.Lock()
+
+    def lane() -> None:
+        while True:
+            with lock:
+                if not left:
+                    return
+                part = left.pop(0)
+            remaining = wanted.minutes * 60 - (time.monotonic() - began)
+            if remaining < 20:
+                continue
+            print(f"{_clock(began)}  {part.name} …", flush=True)
+            done = run(part, remaining, wanted.results, run_of)
+            results[part.name] = done
+            counts = ", ".join(f"{n:,} {what}" for what, n in done.counts)
+            print(
+                f"{_clock(began)}  {part.name}: {done.verdict} in {done.seconds:.0f} s  {counts}", flush=True
+            )
+            if done.verdict == "VIOLATED":
+                print(done.last_words, flush=True)
+
+    lanes = [threading.Thread(target=lane) for _ in range(LANES)]
+    for thread in lanes:
+        thread.start()
+    for thread in lanes:
+        thread.join()
+    ordered = [results[p.name] for p in chosen]
+    summary = {
+        "at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "seed": seed,
+        "lanes": LANES,
+        "run": run_of,
+        "seconds": round(time.monotonic() - began, 1),
+        "load_before": load,
+        "machine": machine(),
+        "parts": [asdict(r) for r in ordered],
+    }
+    store = wanted.results / "results.json"
+    earlier = json.loads(store.read_text())["parts"] if names and store.exists() else []
+    kept = merged(earlier, [asdict(r) for r in ordered])
+    summary["parts"] = [kept[p.name] for p in known if p.name in kept]
+    summary["never"] = [p.name for p in known if p.name not in kept]
+    store.write_text(json.dumps(summary, indent=1) + "\n")
+    wanted.page.write_text(page(summary))
+    print(f"{_clock(began)}  written to {wanted.page} and {store}")
+    if any(r.verdict == "VIOLATED" for r in ordered):
+        return 1
+    return 0 if all(r.verdict == "held" for r in ordered) else 3
+
+
+def _clock(began: float) -> str:
+    seconds = int(time.monotonic() - began)
+    return f"{seconds // 60:02d}:{seconds % 60:02d}"
+
+
+if __name__ == "__main__":
+    tempfile.tempdir = tempfile.gettempdir()
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""Seeded bugs: each breaks one invariant on purpose, and a named test must go red.
+
+`python -m proof.mutants [NAME …]` applies each to a copy of src/, runs its test, and prints the table.
+
+Rules of this file:
+- An edit is exact text that stands once in its file. One that does not is an error, so that the list cannot rot.
+- A bug that another layer would hide has that layer switched off in the same mutant, as further edits, and says so.
+- Killed means: the named test failed. A crash of the runner, a skip or a hang is not a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "sublet"
+#: A test that takes longer than this under a mutant counts as hung.
+SECONDS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    rule: str
+    edits: tuple[Edit, ...]
+    test: str
+    off: str = ""  # the layer that would hide it, switched off too
+    quick: bool = True  # its test takes a few seconds
+
+
+def one(name: str, rule: str, file: str, old: str, new: str, test: str, *, quick: bool = True) -> Mutant:
+    return Mutant(name, rule, (Edit(file, old, new),), test, quick=quick)
+
+
+CONTRACT = "tests/ledger/test_contract.py::"
+SQLITE = "[sqlite]"
+
+MUTANTS = (
+    # --- leases
+    one("an epoch is not raised", "L1", "ledger/tx.py", "        self.epoch += 1\n", "", CONTRACT + "test_every_grant_has_a_higher_epoch"),
+    one("a restore does not jump the epoch", "L1", "ledger/restored.py",
+        "    pool.epoch = tx.now if tx.now > pool.epoch else pool.epoch + EPOCH_GAP\n", "",
+        CONTRACT + "test_after_a_restore_no_old_holder_writes"),
+    one("a restore jumps from the backup's epoch", "L1", "ledger/restored.py",
+        "    pool.epoch = tx.now if tx.now > pool.epoch else pool.epoch + EPOCH_GAP\n", "    pool.epoch += EPOCH_GAP\n",
+        "tests/proof/test_found.py::test_one_backup_put_back_twice"),
+    one("a waiter works on a grant nobody synced", "L1", "runtime/acquire.py",
+        "                ledger.barrier()\n", "", "tests/proof/test_found.py::test_a_grant_that_was_waited_for_is_synced_before_work"),
+    one("exclusive beside others", "L2", "core/device.py",
+        "        if self.device_leases or exclusivity is Exclusivity.DEVICE:\n            return False\n", "",
+        "tests/core/test_device.py"),
+    one("placed without looking again", "L2", "ledger/slices.py",
+        "        if row is None or not usable(device_of(row), shape):\n            return False\n", "",
+        "tests/proof/test_found.py::test_a_placement_decided_on_an_old_read_is_dropped"),
+    one("a dead lease is renewed", "L3", "core/lease.py",
+        "    refusal = fence(lease, epoch, now)\n    if refusal:\n        return NotRenewed(refusal)\n", "",
+        CONTRACT + "test_a_dead_lease_is_not_renewed"),
+    one("a revoke revives what had expired", "L3", "ledger/leases.py",
+        "    late = overdue(lease, tx.now)\n    if late is not None:\n        # A deadline",
+        "    late = None\n    if late is not None:\n        # A deadline",
+        CONTRACT + "test_revoking_an_expired_lease_does_not_bring_it_back"),
+    one("the hold cap is not a cap", "L4", "core/lease.py", "        wanted = min(wanted, cap)\n", "",
+        CONTRACT + "test_renew_stops_at_the_hold_cap_when_somebody_waits"),
+    one("leases follow the wall clock", "L4", "ledger/sqlite.py",
+        "        self.now: int = max(row[5], self._offset + clock.boot_us())", "        self.now: int = max(row[5], clock.wall_us())",
+        "tests/ledger/test_sqlite_engine.py::test_stepping_the_wall_clock_moves_no_lease"),
+    one("the reaper believes an old read", "L5", "ledger/ticking.py",
+        "        if lease.epoch != step.epoch or reason is None:\n            return False\n", "        reason = reason or step.end_reason\n",
+        "tests/ledger/test_postgres_engine.py::test_a_reaper_checks_again_under_the_lock"),
+    one("the reaper believes an old read, in a simulated world", "L5", "ledger/ticking.py",
+        "        if lease.epoch != step.epoch or reason is None:\n            return False\n", "        reason = reason or step.end_reason\n",
+        "tests/proof/test_deep.py::test_worlds_without_a_violation", quick=False),
+    one("the holder stops after the ledger", "L6", "core/renewal.py", "STOP_PER_1000 = 800", "STOP_PER_1000 = 1200",
+        "tests/core/test_renewal.py::test_l6_the_holders_deadline_is_at_80_percent_of_when_it_asked"),
+    one("unknown counts as held", "L7", "runtime/holding.py",
+        "        if self._over or self._clock.monotonic_us() >= self._deadline_us or self._pid != os.getpid():\n            raise LeaseLost",
+        "        if self._over or self._pid != os.getpid():\n            raise LeaseLost",
+        "tests/proof/test_found.py::test_unknown_is_not_held"),
+    # --- steps
+    Mutant("the effect in a transaction of its own", "S1", (
+        Edit("ledger/progress.py", "    for done in (own, *step.effects):\n", "    for done in step.effects:\n"),
+        Edit("ledger/progress.py", "    own = Done(key=step.key, fingerprint=step.fingerprint, outcome=step.outcome)\n", ""),
+        Edit("ledger/ledger.py", "        return self._write(lambda tx: progress.commit(tx, key, commit), durable=True)  # type: ignore[no-any-return]\n",
+             "        from sublet.core.effect import Done\n"
+             "        done = Done(key=commit.key, fingerprint=commit.fingerprint, outcome=commit.outcome)\n"
+             "        answer = self._write(lambda tx: progress.commit(tx, key, commit), durable=True)\n"
+             "        if isinstance(answer, Committed):\n"
+             "            held = self.look(key.lease_id).lease\n"
+             "            self._write(lambda tx: progress._complete(tx, held, key, commit.job, done, answer.version), durable=True)\n"
+             "        return answer\n"),
+    ), "tests/proof/test_deep.py::test_worlds_without_a_violation", quick=False),
+    one("no fence", "S2", "core/lease.py",
+        '    """\'\' when a write of this epoch counts now, else why it does not (S2)."""\n',
+        '    """\'\' when a write of this epoch counts now, else why it does not (S2)."""\n    return ""\n',
+        CONTRACT + "test_a_fenced_holder_cannot_commit"),
+    one("a fence without expiry", "S2", "core/lease.py",
+        '        return "" if now < lease.expires_at else "the lease expired"\n', '        return ""\n',
+        CONTRACT + "test_a_fenced_holder_cannot_commit"),
+    one("an older epoch commits", "S2", "core/effect.py", "    if epoch < head.epoch:\n", "    if False:\n",
+        CONTRACT + "test_an_older_epoch_cannot_commit_after_a_newer_one"),
+    one("results of a dead lease are stored", "S2", "ledger/items.py",
+        "        why = fence(lease, key.epoch, now)\n", '        why = ""\n', "tests/ledger/test_items.py::test_a_result_under_a_dead_lease_is_not_stored"),
+    Mutant("no compare-and-swap", "S3", (
+        Edit("core/effect.py", "    if head.version != commit.expected_version:\n", "    if False:\n"),
+        Edit("ledger/progress.py", 'strand_seq = ?, strand_hash = ? WHERE job = ? AND version = ?",\n', 'strand_seq = ?, strand_hash = ? WHERE job = ? AND version >= ? * 0",\n'),
+    ), CONTRACT + "test_a_commit_that_does_not_follow_is_refused", off="the version in the UPDATE of the head"),
+    one("steps with gaps", "S3", "core/effect.py",
+        "    if commit.begins != head.step + 1 and not (commit.starts and head.version == 0):\n", "    if False:\n",
+        CONTRACT + "test_a_commit_that_does_not_follow_is_refused"),
+    one("other inputs under the same key", "S4", "core/effect.py", "    if effect.fingerprint != fingerprint:\n", "    if False:\n",
+        CONTRACT + "test_the_same_key_with_other_inputs_is_refused"),
+    one("a live owner is robbed", "S4", "core/effect.py", "        if owner_alive:\n", "        if False:\n",
+        CONTRACT + "test_a_live_owner_is_busy_and_a_dead_one_is_taken_over"),
+    one("an unknown commit counts as failed", "S5", "store/checkpoints.py",
+        "                    if effect is None or not effect.completed:\n                        break\n", "                    break\n",
+        "tests/store/test_checkpoints.py::test_a_commit_of_unknown_outcome_is_asked_for"),
+    one("any delivery may ack", "S6", "ledger/items.py",
+        '    "WHERE id = ? AND queue = ? AND state = \'leased\' AND owner = ? AND delivery = ?"\n',
+        '    "WHERE id = ? AND queue = ? AND state = \'leased\' AND owner >= ? * 0 AND delivery >= ? * 0"\n',
+        "tests/ledger/test_items.py::test_only_the_newest_delivery_counts"),
+    one("ack first, publish later", "S6", "runtime/queues.py",
+        "                done = self._into_ledger(drafts) if drafts else Published(new=0)\n",
+        "                broker.settle([message for message in messages if message.key in {d.key for d in drafts}])\n"
+        "                done = self._into_ledger(drafts) if drafts else Published(new=0)\n",
+        "tests/runtime/test_queues.py::test_a_crash_before_settling_is_a_duplicate_later"),
+    one("a hash without the row before", "S7", "core/journal.py",
+        '    text = f"{previous}\\n{strand}\\n{seq}', '    text = f"\\n{strand}\\n{seq}',
+        "tests/core/test_journal.py::test_s7_a_strand_that_begins_at_another_anchor_is_named"),
+    one("room that appears is handed to nobody", "S8", "ledger/waitlist.py",
+        "    if tx.pool.waiting == 0:\n        return\n", "    return\n",
+        CONTRACT + "test_a_waiter_is_granted_in_the_transaction_that_made_room"),
+    # --- checkpoints
+    one("a copy that was not synced counts", "C1", "store/directory.py",
+        '            os.fsync(self._fd)\n            failpoint("after_chunk_fsync")\n', '            failpoint("after_chunk_fsync")\n',
+        "tests/store/test_directory.py::test_order_of_a_pack"),
+    one("a name that was not synced counts", "C1", "store/directory.py",
+        "            try:\n                os.fsync(place)\n            except OSError:\n", "            try:\n                pass\n            except OSError:\n",
+        "tests/store/test_directory.py::test_order_of_a_manifest"),
+    one("one copy is a quorum", "C1", "core/checkpoint.py",
+        "    return max(0, policy.write_quorum - len(reached))\n", "    return max(0, 1 - len(reached))\n",
+        "tests/store/test_replicas.py::test_a_lost_quorum_is_named_and_the_head_stays"),
+    one("two copies in one domain are two", "C1", "core/checkpoint.py",
+        "    reached = {domains[name] for name in confirmed} if not policy.single_node else set(confirmed)\n", "    reached = set(confirmed)\n",
+        "tests/store/test_replicas.py::test_the_quorum_is_of_domains"),
+    one("a chunk is written over in place", "C2", "store/directory.py",
+        "                os.link(draft, final, src_dir_fd=drafts, dst_dir_fd=place, follow_symlinks=False)\n",
+        "                os.replace(draft, final, src_dir_fd=drafts, dst_dir_fd=place)\n",
+        "tests/store/test_directory.py::test_bytes_under_a_name_never_change"),
+    one("a chunk is not verified", "C3", "store/replicas.py",
+        "            if there and digest(into) == entry.digest:\n", "            if there:\n",
+        "tests/store/test_replicas.py::test_a_tampered_replica_is_seen_and_repaired"),
+    one("a manifest is not verified", "C3", "store/replicas.py",
+        "            if digest(data) != name:\n                if mend:\n", "            if False:\n                if mend:\n",
+        "tests/store/test_replicas.py::test_a_tampered_replica_is_seen_and_repaired"),
+    one("a bad copy repairs the others", "C3", "store/replicas.py",
+        "                self.chunk(chunk, view[:size], health)\n",
+        "                any(r.read_pack(chunk.pack, chunk.at, view[:size]) for r in self._to_read)\n",
+        "tests/store/test_replicas.py::test_damages_over_the_copies"),
+    one("a bad copy passes for a good one", "C3", "store/replicas.py",
+        "            return replica.read_pack(chunk.pack, chunk.at, buffer) and digest(buffer) == chunk.digest\n",
+        "            return replica.read_pack(chunk.pack, chunk.at, buffer)\n",
+        "tests/store/test_replicas.py::test_a_tampered_replica_is_seen_and_repaired"),
+    one("a missing chunk is left out", "C4", "store/replicas.py",
+        '            health.wanting.add(entry.pack)\n        raise Damaged(\n            f"chunk {entry.digest}',
+        '            health.wanting.add(entry.pack)\n        return\n        raise Damaged(\n            f"chunk {entry.digest}',
+        "tests/store/test_replicas.py::test_damages_over_the_copies"),
+    one("a sweep does not mind the age", "C5", "store/sweeping.py",
+        "            if age * 1e6 >= limit and not self._needed(kind, name):\n", "            if not self._needed(kind, name):\n",
+        "tests/store/test_sweep.py::test_the_age_limit"),
+    one("a sweep does not look again", "C5", "store/sweeping.py",
+        "        now = self._ledger.all_versions()\n        if now != self._seen:\n            self._mark(now)\n", "        return\n",
+        "tests/store/test_sweep.py::test_it_looks_once_more_before_it_deletes"),
+    one("a save does not wait for its chunks", "C6", "store/checkpoints.py",
+        '        self._replicas.require(packed.confirmed, packed.failed, "the state")\n', "",
+        "tests/store/test_replicas.py::test_a_quorum_for_the_manifest_but_not_for_the_chunks"),
+    one("shared chunks need no quorum", "C6", "store/replicas.py",
+        "        return {pack for pack in having if not missing_for_quorum(self.policy, having[pack], self._domains)}\n", "        return set(having)\n",
+        "tests/store/test_replicas.py::test_shared_chunks_must_still_be_on_a_quorum"),
+    one("a manifest of any size is parsed", "C7", "core/checkpoint.py",
+        "    if len(data) > MAX_MANIFEST_BYTES:\n", "    if False:\n", "tests/core/test_checkpoint.py::test_a_manifest_beyond_the_limit_is_not_parsed"),
+    # --- tenants, meter, teardown, journal
+    one("another tenant's job is there", "T1", "ledger/progress.py",
+        "    if head.tenant != lease.tenant or _of_another_tenant(tx, effect, lease):\n", "    if False:\n",
+        CONTRACT + "test_another_tenants_job_is_not_there"),
+    one("a revoked token is let in", "T1", "core/token.py", "    if token.revoked_at:\n", "    if False:\n",
+        "tests/ledger/test_tokens.py::test_a_revoked_token_is_refused_at_once_everywhere"),
+    one("no quota of leases", "T2", "core/tenancy.py", "    if tenant.max_leases and tenant.live_leases + 1 > tenant.max_leases:\n", "    if False:\n",
+        CONTRACT + "test_quotas_hold_and_free_again"),
+    one("whoever came first is first", "T3", "core/admission.py",
+        "        above,\n        used - waited * pool.policy.aging_per_1000 // 1000,\n", "        False,\n        0,\n",
+        CONTRACT + "test_the_waitlist_is_by_tier_then_share_then_arrival"),
+    one("the slow reaper is billed", "T4", "core/meter.py", "    return max(lease.granted_at, min(now, end))\n", "    return max(lease.granted_at, now)\n",
+        CONTRACT + "test_time_after_the_right_ended_is_not_billed"),
+    one("a teardown nobody proved is believed", "K1", "ledger/leases.py", "    if not receipt.proven:\n", "    if False:\n",
+        CONTRACT + "test_settling_an_unproven_teardown_withholds_the_device"),
+    one("slices go back before the teardown", "K1", "ledger/leases.py", "    settled_at = now if settled or waiting else 0\n", "    settled_at = now\n",
+        CONTRACT + "test_settling_a_proven_teardown_hands_the_slice_on"),
+    one("the warden waits for the ledger", "K2", "runtime/warden.py", "        if now < watched.asked_at + CONFIRM_US:\n", "        if now < watched.asked_at + 3_600_000_000:\n",
+        "tests/proof/test_found.py::test_a_silent_ledger_does_not_hold_up_the_warden"),
+    one("a new warden sees only who is alive", "K3", "ledger/ticking.py",
+        '{SELECT_LEASE} WHERE settled_at = 0 AND host = ? ORDER BY id', "{SELECT_LEASE} WHERE state <> 'ended' AND settled_at = 0 AND host = ? ORDER BY id",
+        CONTRACT + "test_a_warden_sees_what_it_must_enforce"),
+    one("a refusal leaves no row", "A1", "ledger/progress.py",
+        "    write_main(tx, kind, lease.tenant, subject, {\"code\": error.code, \"reason\": error.message, \"epoch\": epoch})\n    return error\n", "    return error\n",
+        CONTRACT + "test_a_fenced_holder_cannot_commit"),
+    one("a secret in the journal", "A1", "ledger/waitlist.py",
+        '        "reason": decision.reason,\n        "asked_bytes": request.vram_bytes,\n',
+        '        "reason": decision.reason,\n        "by": secret,\n        "asked_bytes": request.vram_bytes,\n',
+        "tests/ledger/test_journal.py::test_no_secret_is_stored_anywhere"),
+)  # fmt: skip
+
+
+class Rotten(ValueError):
+    """An edit that does not fit the source any more."""
+
+
+def applied(mutant: Mutant, source: Path) -> dict[Path, str]:
+    """Each file the mutant changes, changed."""
+    texts: dict[Path, str] = {}
+    for edit in mutant.edits:
+        path = source / edit.file
+        text = texts.get(path) or path.read_text()
+        found = text.count(edit.old)
+        if found != 1:
+            raise Rotten(f"{mutant.name}: the text to change stands {found} times in {edit.file}")
+        texts[path] = text.replace(edit.old, edit.new)
+    return texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    mutant: Mutant
+    verdict: str  # 'killed', 'SURVIVED', 'hung', or what kept the test from being run
+    seconds: float
+
+    @property
+    def killed(self) -> bool:
+        return self.verdict == "killed"
+
+
+def run_test(test: str, source: Path, seconds: float = SECONDS) -> tuple[int | None, str]:
+    """pytest's exit code, None when it took too long; and what it said."""
+    environment = {**os.environ, "PYTHONPATH": f"{source.parent}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "--no-header", "--tb=line", *test.split()]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=seconds)
+        return process.returncode, said
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        said, _ = process.communicate()
+        return None, said
+
+
+def try_out(mutant: Mutant) -> Tried:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sublet-mutant-") as folder:
+        copy = Path(folder) / "sublet"
+        shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for path, text in applied(mutant, copy).items():
+            path.write_text(text)
+        code, said = run_test(mutant.test, copy)
+    last = said.strip().splitlines()[-1][:200] if said.strip() else ""
+    verdict = {None: "hung", 0: "SURVIVED", 1: "killed"}.get(code, f"not run ({last})")
+    if code == 0 and "passed" not in said:
+        verdict = "not run (skipped)"
+    return Tried(mutant=mutant, verdict=verdict, seconds=time.monotonic() - began)
+
+
+def green(tests: list[str]) -> list[str]:
+    """Those of the named tests that are not green on the source as it is: they would prove nothing."""
+    return [test for test in tests if run_test(test, SOURCE, 600)[0] != 0]
+
+
+def table(tried: list[Tried]) -> str:
+    lines = ["| bug | breaks | verdict | by | hidden by, and off |", "|---|---|---|---|---|"]
+    for t in tried:
+        test = t.mutant.test.replace("tests/", "")
+        lines.append(
+            f"| {t.mutant.name} | {t.mutant.rule} | {t.verdict} | `{test}` | {t.mutant.off or '–'} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m proof.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="only those whose name or rule contains one of these")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    wanted = parser.parse_args(argv)
+    chosen = [
+        m
+        for m in MUTANTS
+        if not wanted.names or any(n in (m.rule, m.name) or n in m.name for n in wanted.names)
+    ]
+    for mutant in MUTANTS:
+        applied(mutant, SOURCE)
+    red = green(sorted({m.test for m in chosen}))
+    if red:
+        print(f"not green before anything was changed: {red}")
+        return 2
+    tried: list[Tried] = []
+    with ThreadPoolExecutor(wanted.jobs) as pool:
+        for t in pool.map(try_out, chosen):
+            tried.append(t)
+            print(f"{t.verdict:10} {t.seconds:5.1f} s  {t.mutant.rule:3} {t.mutant.name}", flush=True)
+    print(table(tried))
+    if wanted.json:
+        wanted.json.write_text(
+            json.dumps(
+                [
+                    {
+                        "name": t.mutant.name,
+                        "rule": t.mutant.rule,
+                        "test": t.mutant.test,
+                        "off": t.mutant.off,
+                        "verdict": t.verdict,
+                    }
+                    for t in tried
+                ],
+                indent=1,
+            )
+        )
+    return 0 if all(t.killed for t in tried) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""docs/proof.md, from the numbers of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: What the claim asks for, by what is counted: (label, wanted, which counts add up to it).
+GOALS = (
+    ("simulated days", 365, ("simulated days",)),
+    ("faults in simulated worlds", 1_000_000, ("faults",)),
+    ("kills of real processes", 10_000, ("kills",)),
+    ("crashes of PostgreSQL", 500, ("server crashes",)),
+    ("crash points at system calls", 1_000, ("crash points",)),
+    ("operations checked for linearizability", 1_000_000, ("operations explained",)),
+)
+
+
+def bound(trials: int) -> str:
+    """With no violation in n independent trials, the chance of one in a trial is below 3/n, at 95 %."""
+    return f"{3 / trials:.1e}" if trials else "–"
+
+
+def made_of(summary: dict[str, Any]) -> str:
+    """Whether the page shows one run, and if not, which parts are of others or of none."""
+    found = summary["parts"]
+    others = [p for p in found if p.get("run") != summary["run"]]
+    never = summary.get("never", [])
+    if not others and not never:
+        return f"All {len(found)} parts were tried in this one run, {summary['lanes']} at a time."
+    said = [f"{len(found) - len(others)} parts were tried in this run, {summary['lanes']} at a time."]
+    if others:
+        said.append(f"Of earlier runs, as their lines say: {', '.join(p['name'] for p in others)}.")
+    if never:
+        said.append(f"Not tried: {', '.join(never)}.")
+    return " ".join(said)
+
+
+def page(summary: dict[str, Any]) -> str:
+    found = summary["parts"]
+    machine = ", ".join(f"{k} {v}" for k, v in summary["machine"].items())
+    out = [
+        "# What was tried, and what it supports",
+        "",
+        "Written by `make proof`; how to read it and how to see a seed again: [Proof](explain/proof.md).",
+        "",
+        f"Run of {summary['at']}, {summary['seconds'] / 60:.0f} minutes, seed {summary['seed']}; {machine}. "
+        f"Load of the machine before it began: {summary['load_before']:.1f}.",
+        "",
+        made_of(summary),
+        "",
+        "A line counts only if its part finished and held. The bound is the 95 % upper limit of the rate of violations that a count of trials without one",
+        "supports, 3/n: it is about trials like these, and says nothing of faults nobody thought of.",
+        "",
+        "| wanted | at least | counted | |",
+        "|---|---|---|---|",
+    ]
+    total: dict[str, int] = {}
+    for part in found:
+        for what, number in part["counts"]:
+            total[what] = total.get(what, 0) + number
+    for label, least, names in GOALS:
+        counted = sum(total.get(name, 0) for name in names)
+        out.append(
+            f"| {label} | {least:,} | {counted:,} | {'reached' if counted >= least else 'not reached in this run'} |"
+        )
+    out += [
+        "",
+        "| part | shows | rules | verdict | trials | violations | 95 % bound | minutes | at, of |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for part in found:
+        counts = part["counts"] or [("–", 0)]
+        for number, (what, n) in enumerate(counts):
+            first = number == 0
+            out.append(
+                f"| {part['name'] if first else ''} | {part['shows'] if first else ''} | {part['rules'] if first else ''} "
+                f"| {part['verdict'] if first else ''} | {f'{n:,} {what}' if n else '–'} "
+                f"| {0 if part['verdict'] == 'held' else '–' if part['verdict'] != 'VIOLATED' else 'see below'} | {bound(n)} "
+                f"| {part['seconds'] / 60:.1f} | {part.get('at', '')} {part.get('commit', '')} |"
+            )
+    bad = [p for p in found if p["verdict"] != "held"]
+    if bad:
+        out += ["", "## What did not hold, or was not finished", ""]
+        for part in bad:
+            out += [
+                f"- **{part['name']}**: {part['verdict']} after {part['seconds']:.0f} s. Again: `{part['replay'] or '–'}`"
+            ]
+    deep = next((p["numbers"] for p in found if p["name"] == "deep" and p.get("numbers")), None)
+    if deep:
+        out += ["", "## In the simulated worlds", "", "| fault | times |", "|---|---|"]
+        out += [f"| {what} | {n:,} |" for what, n in deep["faults_by_kind"].items()]
+        out += ["", "| rule | asked |", "|---|---|"]
+        out += [f"| {what} | {n:,} |" for what, n in deep["checks"].items()]
+        out += ["", "| what went on meanwhile | times |", "|---|---|"]
+        out += [f"| {what} | {n:,} |" for what, n in deep["work"].items()]
+    mutants = next((p["numbers"] for p in found if p["name"] == "mutants" and p.get("numbers")), None)
+    if mutants:
+        out += [
+            "",
+            "## Seeded bugs",
+            "",
+            "| bug | breaks | verdict | seen by | hidden by, and off |",
+            "|---|---|---|---|---|",
+        ]
+        out += [
+            f"| {m['name']} | {m['rule']} | {m['verdict']} | `{m['test'].removeprefix('tests/')}` | {m['off'] or '–'} |"
+            for m in mutants
+        ]
+    return "\n".join(out) + "\n"

@@ -1,0 +1,124 @@
+"""Real processes and servers that are killed, stopped and cut off."""
+
+from __future__ import annotations
+
+from proof.parts.part import Part, asked, printed, pytest, told
+
+
+def parts() -> list[Part]:
+    return [*training(), *leases_and_queues(), *sessions()]
+
+
+def training() -> list[Part]:
+    return [
+        Part(
+            name="training-kills",
+            first=True,
+            shows="kill -9 of training processes at random moments: each step once, the final state bit-equal",
+            rules="S1-S5 C6",
+            command=pytest("tests/training/test_kills.py", timeout_s=3000),
+            environment=asked(SUBLET_TRAINING_KILLS=10_000),
+            expected_s=1300,
+            limit_s=3000,
+            counts=printed(
+                kills=r"(\d+) killed, \d+ jobs finished", commits_in_between=r"(\d+) commits in between"
+            ),
+        ),
+        Part(
+            name="training-other",
+            shows="losses, races for one step, drains and resumes of training runs",
+            rules="S1-S5 S8",
+            command=pytest(
+                "tests/training",
+                *("--ignore", "tests/training/test_kills.py", "--ignore", "tests/training/test_shim.py"),
+                timeout_s=1500,
+            ),
+            environment=asked(SUBLET_STEP_RACES=50, SUBLET_TRAINING_LOSSES=15),
+            expected_s=400,
+            limit_s=1500,
+            counts=told(races_for_one_step="SUBLET_STEP_RACES", losses_a_run="SUBLET_TRAINING_LOSSES"),
+        ),
+        Part(
+            name="scripts",
+            shows="scripts that were made resumable, and drills, disturbed",
+            rules="S1-S5 S8",
+            command=pytest("tests/training/test_shim.py", "tests/cli/test_drill.py", timeout_s=1500),
+            environment=asked(SUBLET_SHIM_DISTURBED=20, SUBLET_DRILL=100),
+            expected_s=400,
+            limit_s=1500,
+            counts=told(disturbed_runs="SUBLET_SHIM_DISTURBED", losses_in_a_drill="SUBLET_DRILL"),
+        ),
+    ]
+
+
+def leases_and_queues() -> list[Part]:
+    return [
+        Part(
+            name="postgres-crashes",
+            first=True,
+            shows="kill -9 of the whole PostgreSQL server under eight clients, each after grants and commits were confirmed: "
+            "nothing granted twice, nothing acknowledged lost",
+            rules="L1-L5 S1-S3 S7 T4",
+            command=pytest(
+                "tests/storms/test_lease_storm.py::test_kill_9_of_holders_and_of_postgres", timeout_s=2700
+            ),
+            environment=asked(SUBLET_POSTGRES_CRASHES=500),
+            expected_s=500,
+            limit_s=2700,
+            counts=printed(
+                server_crashes=r"} crashes (\d+)",
+                kills=r"} crashes \d+ kills (\d+)",
+                commits_confirmed=r"'committed': (\d+), 'rows'",
+            ),
+        ),
+        Part(
+            name="lease-storm",
+            shows="eight processes on each engine, calm, and with kills of holders and wardens",
+            rules="L1-L5 S1-S3 S7 T4 K3",
+            command=pytest("tests/storms/test_lease_storm.py", "-k", "not of_postgres"),
+            environment=asked(SUBLET_STORM_SECONDS=40),
+            expected_s=160,
+            limit_s=900,
+            counts=printed(grants=r"'granted': (\d+)", commits=r"'committed': (\d+)", kills=r"kills (\d+)"),
+        ),
+        Part(
+            name="queue-storm",
+            shows="queues and brokers with killed workers: each result stored once",
+            rules="S6",
+            command=pytest("tests/storms/test_queue_storm.py", "tests/brokers/test_storm.py"),
+            environment=asked(SUBLET_QUEUE_STORM=10_000),
+            expected_s=250,
+            limit_s=1500,
+            counts=printed(items=r"(\d+) items once each", kills=r", (\d+) killed"),
+        ),
+    ]
+
+
+def sessions() -> list[Part]:
+    return [
+        Part(
+            name="hostile",
+            shows="holders that fork, detach and ignore signals, and what they leave on a device",
+            rules="K1 K2",
+            command=pytest(
+                "tests/storms/test_hostile.py",
+                "tests/storms/test_canary.py",
+                "tests/drivers/test_cuda.py::test_handovers_with_scrubbing",
+                timeout_s=1800,
+            ),
+            environment=asked(SUBLET_HOSTILE=1000, SUBLET_HANDOVERS=1000),
+            expected_s=500,
+            limit_s=1800,
+            counts=told(hostile_sessions="SUBLET_HOSTILE", handovers="SUBLET_HANDOVERS"),
+        ),
+        Part(
+            name="studio",
+            shows="a studio's service killed under load on both ledgers, and a hostile client among two hundred",
+            rules="K3 T1 T4",
+            command=pytest("tests/studio/test_service_killed.py", "tests/studio/test_crowd.py"),
+            environment=asked(SUBLET_SERVICE_KILLS=50, SUBLET_CROWD_ROUNDS=5),
+            expected_s=200,
+            limit_s=1200,
+            counts=told(kills_of_the_service_on_each_ledger="SUBLET_SERVICE_KILLS"),
+        ),
+    ]

@@ -1,0 +1,154 @@
+"""`sublet doctor` on the stores of checkpoints: each replica is used as a save would use it, from this machine.
+
+Rules of this file:
+- A replica is proven through its port: something is written, read back, refused when other bytes come under the same name, listed and removed.
+  What it is proven with is removed again, also after a failure.
+- All replicas are tried at once, each for a limited time: one that hangs must not hide the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+
+from sublet.cli.doctor_checks import Check, fail, failed, median_ms, ok, warn
+from sublet.core.checkpoint import ReplicaPolicy
+from sublet.core.errors import NotDurable, SubletError
+from sublet.ports.store import Replica
+from sublet.settings import Settings
+from sublet.store.opening import open_replica
+
+TRY_SECONDS = 20.0
+#: A small object written slower than this is probably written to another region.
+FAR_MS = 80.0
+WRITES = 3
+
+
+def check_stores(settings: Settings, *, seconds: float = TRY_SECONDS) -> Iterator[Check]:
+    urls = [part.strip() for part in settings["store"].split(",") if part.strip()]
+    if not urls:
+        yield fail(
+            "store",
+            "no store is named",
+            "set SUBLET_STORE, for example to dir:/srv/checkpoints or s3://bucket",
+        )
+        return
+    answers: list[queue.SimpleQueue[tuple[Check, Replica | None]]] = []
+    for url in urls:
+        box: queue.SimpleQueue[tuple[Check, Replica | None]] = queue.SimpleQueue()
+        answers.append(box)
+        threading.Thread(target=lambda u=url, b=box: b.put(_tried(u)), daemon=True).start()
+    ends = time.monotonic() + seconds
+    good: list[Replica] = []
+    for url, box in zip(urls, answers, strict=True):
+        try:
+            check, replica = box.get(timeout=max(0.1, ends - time.monotonic()))
+        except queue.Empty:
+            check, replica = (
+                fail(
+                    _part(url),
+                    f"it did not answer within {seconds:g} s",
+                    "check its address (AWS_ENDPOINT_URL, the bucket's name), the network and the proxy between here and there",
+                ),
+                None,
+            )
+        yield check
+        if replica is not None:
+            good.append(replica)
+    if len(urls) > 1:
+        yield _quorum(len(urls), good)
+
+
+def _part(url: str) -> str:
+    return f"store {url.partition('?')[0][:60]}"
+
+
+def _tried(url: str) -> tuple[Check, Replica | None]:
+    part = _part(url)
+    try:
+        replica = open_replica(url)
+        replica.check()
+        return _used(part, replica), replica
+    except SubletError as e:
+        if isinstance(e, NotDurable):
+            return fail(part, e.message, _may_write()), None
+        return failed(part, e), None
+    except OSError as e:
+        return fail(part, f"it cannot be read: {e.strerror or e}", _may_write()), None
+
+
+def _may_write() -> str:
+    return "check that it exists, and that these credentials may read, write, list and delete in it"
+
+
+def _used(part: str, replica: Replica) -> Check:
+    names = [secrets.token_hex(32) for _ in range(WRITES)]
+    data = secrets.token_bytes(1024)
+    left = iter(names)
+    try:
+        put = median_ms(lambda: replica.put_manifest(next(left), data), WRITES)
+        got = median_ms(lambda: replica.get_manifest(names[0]), WRITES)
+        if replica.get_manifest(names[0]) != data:
+            return fail(
+                part,
+                "what was written is not what is read",
+                "look for a cache or proxy between here and the store",
+            )
+        if not _refuses(replica, names[0]):
+            return fail(
+                part,
+                "it let other bytes be written under a name that was taken: two writers could write over each other",
+                "use a server that honours 'If-None-Match: *' (S3, GCS, Azure, MinIO and SeaweedFS do), or a folder: dir:PATH",
+            )
+        next(iter(replica.manifests()), None)  # may it be listed
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError, SubletError):
+                replica.remove("manifest", name)
+    if replica.get_manifest(names[0]) is not None:
+        return warn(
+            part,
+            "what was removed is still there",
+            "let these credentials delete: sweeps need it, or it only grows",
+        )
+    seen = f"write {put:.1f} ms, read {got:.1f} ms, a taken name refused; fails with {replica.domain}"
+    if put > FAR_MS and not replica.near:
+        return warn(
+            part,
+            seen,
+            "it is far: keep the bucket in the region of the machines that save to it, or training waits and the way is billed",
+        )
+    return ok(part, seen)
+
+
+def _refuses(replica: Replica, taken: str) -> bool:
+    """Other bytes under the same name."""
+    try:
+        replica.put_manifest(taken, secrets.token_bytes(1024))
+    except NotDurable:
+        return True
+    return False
+
+
+def _quorum(named: int, good: list[Replica]) -> Check:
+    policy = ReplicaPolicy(replicas=named)
+    needed = policy.write_quorum or named // 2 + 1
+    domains = {r.domain for r in good}
+    seen = f"{len(good)} of {named} replicas work, in {len(domains)} domain(s); a save needs {needed}"
+    if len(good) < needed:
+        return fail(
+            "store quorum", seen, "mend enough of the replicas above: until then nothing can be saved"
+        )
+    if len(good) < named:
+        return warn("store quorum", seen, "saves go on; mend the others, then 'sublet checkpoint repair'")
+    if len(domains) < needed:
+        return warn(
+            "store quorum",
+            seen,
+            "put replicas where they do not fail together, and say so with '@': dir:/a@disk1,s3://bucket@zone-b",
+        )
+    return ok("store quorum", seen)

@@ -1,0 +1,290 @@
+"""The agent: sublet's side of one Ray node. It keeps the node's warden, starts leased workers there and passes their calls on.
+
+Rules of this file:
+- It runs as a detached actor, one per node and ledger, and Ray starts it again when it dies. A worker's supervisor ends the worker when the
+  agent is gone, and at the worker's own deadline in any case: nothing here has to work for that.
+- The warden is a process of its own and not the agent's child: it outlives the agent, and proves what became of its workers.
+- What the node itself says (the environment its raylet was started in, its sublet.toml) counts for its name, devices and home.
+- Calls are sealed: nothing that a user sent, or a worker answered, is opened in here.
+- Deadlines arrive on this host's clock; whoever sends them has counted the difference, to its own disadvantage.
+- A driver that is gone needs no worker: Ray knows which jobs are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import platform
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from sublet.core.errors import SubletError, WorkerLost
+from sublet.ports.worker import Part, Worker
+from sublet.settings import Settings, load_settings
+from sublet.wiring import CLOCK, ensure_warden, workers
+
+#: An answer without news comes after so long: to whoever waits it is a sign of life.
+NEWS_SECONDS = 2.0
+#: A worker nobody armed yet ends after so long.
+UNARMED_US = 120_000_000
+WATCH_SECONDS = 1.0
+#: What a call said that nobody has fetched yet. Beyond it, the worker waits when it prints.
+UNFETCHED_BYTES = 32 << 20
+#: Smaller buffers are not worth a place of their own in Ray's object store.
+BESIDE_BYTES = 64 << 10
+
+#: One thing that happened in a call: what, and then whatever belongs to it.
+Event = tuple[Any, ...]
+T = TypeVar("T")
+
+
+def carried(parts: Sequence[Part]) -> list[Any]:
+    """As Ray carries them: large ones beside the pickle, where they are mapped and not copied at the other end."""
+    return [
+        pickle.PickleBuffer(part) if memoryview(part).nbytes >= BESIDE_BYTES else bytes(part)
+        for part in parts
+    ]
+
+
+def node_settings(ledger: str) -> Settings:
+    """The node's own, with the ledger of whoever asked where the node names none."""
+    own = load_settings(placement="local")
+    return own if own.origin("ledger") != "default" else load_settings(placement="local", ledger=ledger)
+
+
+class _Call:
+    """One that runs: what it said, for whoever fetches it. Implements `ports.worker.Sink`."""
+
+    interrupted = False
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._news = asyncio.Event()
+        self._room = threading.Condition()
+        self._events: list[tuple[Event, int]] = []
+        self._bytes = 0
+        self._forgotten = 0
+        self._left = False
+        self.replies: queue.SimpleQueue[tuple[bool, list[Part]]] = queue.SimpleQueue()
+
+    def text(self, stream: str, text: str) -> None:
+        self._say(("text", stream, text), len(text))
+
+    def show(self, display: bytes) -> None:
+        self._say(("show", bytes(display)), len(display))
+
+    def ask(self, head: Mapping[str, Any], parts: Sequence[memoryview]) -> tuple[bool, Sequence[Part]]:
+        self._say(("ask", dict(head), carried(parts)), 0)
+        return self.replies.get()
+
+    def over(self, event: Event) -> None:
+        self._say(event, 0)
+
+    def leave(self) -> None:
+        """Nobody fetches any more: nothing may wait for that."""
+        with self._room:
+            self._left = True
+            self._room.notify_all()
+        self.replies.put((False, []))
+
+    def _say(self, event: Event, size: int) -> None:
+        with self._room:
+            while self._bytes > UNFETCHED_BYTES and not self._left:
+                self._room.wait()
+            self._events.append((event, size))
+            self._bytes += size
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is everything
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def fetch(self, seen: int) -> tuple[int, list[Event]]:
+        """What comes after the first `seen`, and how many those were. Only what was seen is forgotten: an answer may get lost."""
+        with self._room:
+            known = seen - self._forgotten
+            if known > 0:
+                self._bytes -= sum(size for _, size in self._events[:known])
+                del self._events[:known]
+                self._forgotten = seen
+                self._room.notify_all()
+        if not self._events:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), NEWS_SECONDS)
+        self._news.clear()
+        with self._room:
+            return self._forgotten, [event for event, _ in self._events]
+
+
+class _Hosted:
+    """A worker, and whose it is."""
+
+    def __init__(self, worker: Worker, job: str) -> None:
+        self.worker = worker
+        self.job = job
+        self.call: _Call | None = None
+        self.serial = 0
+        self.armed = 0
+
+
+class Agent:
+    def __init__(self, ledger: str) -> None:
+        self._settings = node_settings(ledger)
+        self._workers = workers(self._settings)
+        self._hosted: dict[str, _Hosted] = {}
+        threading.Thread(target=self._watch, name="sublet-agent-watches", daemon=True).start()
+
+    # the node
+
+    async def facts(self) -> dict[str, Any]:
+        """Who this is, when its warden has reported the devices."""
+        await self._aside(lambda: ensure_warden(self._settings, for_pid=os.getpid()))
+        return {
+            "host": self._settings["host"],
+            "devices": self._settings["devices"],
+            "python": platform.python_version(),
+            "pid": os.getpid(),
+            "home": str(self._settings.home),
+        }
+
+    def _watch(self) -> None:
+        with contextlib.suppress(SubletError):
+            self._workers.warm()
+        while True:
+            with contextlib.suppress(SubletError, OSError):
+                ensure_warden(self._settings, wait=False, for_pid=os.getpid())
+            over = _jobs_over()
+            for number, hosted in list(self._hosted.items()):
+                if hosted.job in over:
+                    self._end(number, "the process that asked for it is gone")
+            time.sleep(WATCH_SECONDS)
+
+    @staticmethod
+    async def _aside(work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    # workers
+
+    async def start(self, job: str) -> dict[str, Any]:
+        worker = await self._aside(self._workers.start)
+        now_us = CLOCK.monotonic_us()
+        worker.arm(now_us + UNARMED_US, now_us + UNARMED_US)
+        number = secrets.token_hex(8)
+        self._hosted[number] = _Hosted(worker, job)
+        holder = worker.holder
+        return {
+            "number": number,
+            "host": holder.host,
+            "pid": holder.pid,
+            "started": holder.started,
+            "containment": worker.containment,
+            "now_us": CLOCK.monotonic_us(),
+        }
+
+    async def arm(self, number: str, turn: int, stop_us: int, kill_us: int, confirm: bool) -> dict[str, Any]:
+        """`turn` counts them: one that was overtaken on its way is not obeyed any more."""
+        hosted = self._hosted.get(number)
+        ending = "its agent does not know it any more" if hosted is None else hosted.worker.ending
+        if hosted is not None and not ending and turn > hosted.armed:
+            hosted.armed = turn
+            try:
+                if confirm:
+                    await self._aside(partial(hosted.worker.arm, stop_us, kill_us, confirm=True))
+                else:
+                    hosted.worker.arm(stop_us, kill_us)
+            except WorkerLost as e:
+                ending = e.message
+        return {"ending": ending, "now_us": CLOCK.monotonic_us()}
+
+    async def warn(self, number: str) -> None:
+        if (hosted := self._hosted.get(number)) is not None:
+            hosted.worker.warn()
+
+    async def interrupt(self, number: str) -> None:
+        if (hosted := self._hosted.get(number)) is not None:
+            if hosted.call is not None:
+                hosted.call.interrupted = True  # should it not have begun yet
+            hosted.worker.interrupt()
+
+    async def end(self, number: str, why: str) -> None:
+        await self._aside(partial(self._end, number, why))
+
+    def _end(self, number: str, why: str) -> None:
+        hosted = self._hosted.pop(number, None)
+        if hosted is not None:
+            if hosted.call is not None:
+                hosted.call.leave()
+            hosted.worker.end(why)
+
+    # calls
+
+    async def around(self) -> dict[str, Any]:
+        """What a worker's first call is told of this node: its environment without anything of ours or Ray's, and where modules are."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SUBLET_", "RAY_"))}
+        return {"environment": kept, "path": [place for place in sys.path if place]}
+
+    async def call(self, number: str, serial: int, target: str, parts: list[Any]) -> tuple[int, list[Event]]:
+        hosted = self._hosted.get(number)
+        if hosted is None:
+            return 0, [("lost", "its agent does not know it any more", False)]
+        if hosted.call is not None:
+            hosted.call.leave()  # whoever made it went away in its middle
+        running = hosted.call = _Call(asyncio.get_running_loop())
+        hosted.serial = serial
+        threading.Thread(
+            target=_run,
+            args=(hosted.worker, target, parts, running),
+            name=f"sublet-call-{serial}",
+            daemon=True,
+        ).start()
+        return await running.fetch(0)
+
+    async def more(self, number: str, serial: int, seen: int) -> tuple[int, list[Event]]:
+        running = self._running(number, serial)
+        if running is None:
+            return seen, [("lost", "its agent was started anew", True)]
+        return await running.fetch(seen)
+
+    async def answer(self, number: str, serial: int, fine: bool, parts: list[Any]) -> None:
+        running = self._running(number, serial)
+        if running is not None:
+            running.replies.put((fine, parts))
+
+    async def forget(self, number: str, serial: int) -> None:
+        """Its answer has arrived, and was large: it need not lie here until the next call."""
+        if self._running(number, serial) is not None:
+            self._hosted[number].call = None
+
+    def _running(self, number: str, serial: int) -> _Call | None:
+        hosted = self._hosted.get(number)
+        return hosted.call if hosted is not None and hosted.serial == serial else None
+
+
+def _run(worker: Worker, target: str, parts: list[Any], running: _Call) -> None:
+    before = worker.launches
+    try:
+        fine, answer = worker.call_sealed(target, [memoryview(part) for part in parts], running)
+        running.over(("done", fine, carried(answer), worker.launches - before))
+    except WorkerLost as e:
+        running.over(("lost", e.message, e.begun))
+    except SubletError as e:
+        running.over(("refused", e.message, e.remedy))
+    except BaseException as e:  # whoever waits must hear of anything
+        running.over(("lost", f"{type(e).__name__}: {e}", True))
+
+
+def _jobs_over() -> frozenset[str]:
+    """Of Ray's jobs. There is no public way to ask from inside a cluster without its dashboard; without an answer a worker lives until its
+    deadline, which its driver does not move any more."""
+    try:
+        from ray._private import state
+
+        jobs: Any = state.jobs
+        return frozenset(job["JobID"] for job in jobs() if job.get("IsDead"))
+    except Exception:
+        return frozenset()

@@ -1,0 +1,1 @@
+"""The studio: many tenants, few GPUs, one fair service."""

@@ -1,0 +1,1 @@
+"""The attendant: the process that holds a host's studio sessions, so that they outlive the service."""

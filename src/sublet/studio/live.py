@@ -1,0 +1,347 @@
+"""The live stream: every journal row, once and in order, to whoever may see it.
+
+Rules of this file:
+- One reader of the journal per service, however many listen. It is rung for, and looks twice a second anyway.
+- Rows leave in the order of their numbers, and a number is passed over only when no transaction that could still fill it runs. On a
+  ledger of many writers a lower number can become visible after a higher one: the higher one waits for it. So a client that has
+  seen number N has seen all it may see up to N, and resumes with N, here or at another instance.
+- A listener has a bounded list. When it is full the stream ends with a `gap`; the client resumes from the last row it has.
+- A tenant sees its own rows. An operator sees all. A token that is over ends its streams within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from sublet.core.errors import BadInput, SubletError
+from sublet.core.journal import Entry
+from sublet.core.token import Credential, judge
+from sublet.ports.ledger import Followed
+from sublet.ports.topics import JOURNAL_TOPIC
+from sublet.studio.auth import Opens, credential, is_operator, terms
+from sublet.studio.service import Service
+from sublet.studio.streams import Stream
+from sublet.studio.wire import dumped
+
+LOOK_US = 500_000
+PAGE = 1000
+#: Read again when the service starts: what was being written just then is not passed over.
+WINDOW = 1000
+#: A transaction takes its number a moment before it can be seen to run.
+SETTLE_SECONDS = 0.25
+BEAT_SECONDS = 15.0
+TOKENS_SECONDS = 2.0
+#: Who comes back after more rows than this looks at everything anew instead.
+BACKLOG_ROWS = 20_000
+
+
+class Order:
+    """Journal rows as they become visible in, the same rows by number out."""
+
+    def __init__(self, reached: int) -> None:
+        self.reached = reached
+        self._dead_below = reached + 1  # a number below it that is missing will never be there
+        self._blocked: tuple[int, int, float] | None = (
+            None  # missing below this; begun before this; since when
+        )
+
+    def advance(self, found: Followed, now: float) -> Iterator[tuple[int, Entry]]:
+        if self._blocked is not None:
+            below, begun_before, since = self._blocked
+            if found.running_from >= begun_before and now - since >= SETTLE_SECONDS:
+                self._dead_below, self._blocked = below, None
+        for number, entry in found.rows:
+            if number <= self.reached:
+                continue
+            if max(self.reached + 1, self._dead_below) < number:
+                if self._blocked is None:
+                    self._blocked = (number, found.begun_before, now)
+                return
+            self.reached = number
+            yield number, entry
+
+    @property
+    def blocked(self) -> bool:
+        return self._blocked is not None
+
+
+class Listener:
+    def __init__(self, who: Credential, most: int) -> None:
+        self.who = who
+        self.tenant = "" if is_operator(who) else who.tenant
+        self.ended = ""  # why, when it is over
+        self._most = most
+        self._items: deque[tuple[int, bytes]] = deque()
+        self._woken = asyncio.Event()
+
+    def put(self, number: int, event: bytes) -> None:
+        if self.ended:
+            return
+        if len(self._items) >= self._most:
+            self.end("gap")
+            return
+        self._items.append((number, event))
+        self._woken.set()
+
+    def end(self, why: str) -> None:
+        self.ended = self.ended or why
+        self._woken.set()
+
+    async def next(self, seconds: float) -> list[tuple[int, bytes]]:
+        """What there is, or nothing after so long."""
+        if not self._items and not self.ended:
+            self._woken.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._woken.wait()
+            except TimeoutError:
+                return []
+        taken = list(self._items)
+        self._items.clear()
+        return taken
+
+
+class Live:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._order = Order(0)
+        self._listeners: set[Listener] = set()
+        self._watched: dict[str, set[asyncio.Event]] = {}
+        self._rung = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopped = threading.Event()
+
+    @property
+    def reached(self) -> int:
+        """Everything up to this row has been seen."""
+        return self._order.reached
+
+    @property
+    def listeners(self) -> int:
+        return len(self._listeners)
+
+    async def start(self) -> None:
+        newest = await self._service.work(lambda: self._service.ledger.tail(limit=1))
+        self._order = Order(max(0, newest[-1][0] - WINDOW) if newest else 0)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._read()), loop.create_task(self._watch_tokens())]
+        threading.Thread(target=self._hear, args=(loop,), name="journal-bell", daemon=True).start()
+
+    def tell_all(self, why: str) -> None:
+        """Every stream ends with these words."""
+        for listener in self._listeners:
+            listener.end(why)
+
+    async def close(self) -> None:
+        self._stopped.set()
+        self.tell_all("leaving")
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    # reading
+
+    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A thread of its own, because waiting for a bell blocks."""
+        while not self._stopped.is_set():
+            try:
+                bell = self._service.ledger.bell()
+                try:
+                    bell.listen(JOURNAL_TOPIC)
+                    while not self._stopped.is_set():
+                        if bell.wait(LOOK_US):
+                            loop.call_soon_threadsafe(self._rung.set)
+                finally:
+                    bell.close()
+            except (SubletError, OSError):
+                self._stopped.wait(1.0)  # the ledger is away; rows are looked for without it
+            except RuntimeError:
+                return  # the loop is gone
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                more = await self._look()
+            except asyncio.CancelledError:
+                raise
+            except SubletError as e:
+                self._service.log.event("journal not read", level="warning", error=e.message)
+                await asyncio.sleep(1.0)
+                continue
+            except Exception as e:
+                self._service.log.failure("journal not read", e)
+                await asyncio.sleep(1.0)
+                continue
+            if more:
+                continue
+            self._rung.clear()
+            pause = SETTLE_SECONDS if self._order.blocked else LOOK_US / 1e6
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._rung.wait()
+
+    async def _look(self) -> bool:
+        """True when there may be more at once."""
+        before = self._order.reached
+        found = await self._service.work(lambda: self._service.ledger.follow(after=before, limit=PAGE))
+        self._service.set_clock(found.at)
+        for number, entry in self._order.advance(found, time.monotonic()):
+            self._deliver(number, entry)
+        return len(found.rows) == PAGE and self._order.reached > before
+
+    def _deliver(self, number: int, entry: Entry) -> None:
+        for watcher in self._watched.get(entry.subject, ()):
+            watcher.set()
+        event: bytes | None = None
+        for listener in self._listeners:
+            if not listener.tenant or listener.tenant == entry.tenant:
+                event = event or event_bytes(number, entry)
+                listener.put(number, event)
+
+    # listening
+
+    def join(self, listener: Listener) -> int:
+        """The row after which it hears everything."""
+        self._listeners.add(listener)
+        return self.reached
+
+    def leave(self, listener: Listener) -> None:
+        self._listeners.discard(listener)
+
+    @contextlib.contextmanager
+    def watching(self, *subjects: str) -> Iterator[asyncio.Event]:
+        """An event that is set when a row about one of them was written."""
+        event = asyncio.Event()
+        for subject in subjects:
+            self._watched.setdefault(subject, set()).add(event)
+        try:
+            yield event
+        finally:
+            for subject in subjects:
+                left = self._watched.get(subject, set())
+                left.discard(event)
+                if not left:
+                    self._watched.pop(subject, None)
+
+    async def _watch_tokens(self) -> None:
+        while True:
+            await asyncio.sleep(TOKENS_SECONDS)
+            for token_id in {listener.who.token_id for listener in self._listeners}:
+                over = await self._over(token_id)
+                if over:
+                    for listener in self._listeners:
+                        if listener.who.token_id == token_id:
+                            listener.end(f"token_{over}")
+
+    async def _over(self, token_id: str) -> str:
+        try:
+            token = await self._service.quick(lambda: self._service.ledger.look_token(token_id))
+        except SubletError:
+            return ""  # the ledger is away: nobody is let in, and nothing new is to be heard
+        return "revoked" if token is None else judge(token, self._service.now_us())
+
+
+def event_bytes(number: int, entry: Entry) -> bytes:
+    """`body` is JSON text already, in one line."""
+    head = dumped(
+        {
+            "id": number,
+            "at": entry.at / 1e6,
+            "kind": entry.kind,
+            "tenant": entry.tenant,
+            "subject": entry.subject,
+        }
+    )
+    noun = entry.kind.partition(".")[0]
+    body = entry.body.encode()
+    return b'id: %d\nevent: %s\ndata: %s,"body":%s}\n\n' % (number, noun.encode(), head[:-1], body)
+
+
+def resume_point(request: Request) -> int | None:
+    """The row the client has seen last; None: it wants what comes from now on."""
+    text = request.headers.get("last-event-id") or request.query_params.get("after")
+    if text is None or text == "":
+        return None
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise BadInput("Last-Event-ID and after are the number of the last row you have seen, such as 1234")
+    return int(text)
+
+
+async def _events(service: Service, listener: Listener, after: int | None) -> AsyncIterator[bytes]:
+    live = service.live
+    joined = live.join(listener)
+    at = joined if after is None else after
+    yield b": sublet\nretry: 1000\n\n"
+    if at < joined:
+        async for piece in _backlog(service, listener, at, joined):
+            yield piece
+    elif at > joined + BACKLOG_ROWS:  # no row of this ledger: it was another one's
+        yield _ending("gap", joined)
+        at = joined
+    at = max(at, joined)
+    beaten = time.monotonic()
+    while True:
+        for number, event in await listener.next(min(BEAT_SECONDS, 5.0)):
+            if number > at:
+                at = number
+                yield event
+                beaten = time.monotonic()
+        if listener.ended:
+            yield _ending(listener.ended, at)
+            return
+        if time.monotonic() - beaten >= BEAT_SECONDS:
+            beaten = time.monotonic()
+            yield b": beat\n\n"
+
+
+async def _backlog(service: Service, listener: Listener, after: int, until: int) -> AsyncIterator[bytes]:
+    if until - after > BACKLOG_ROWS:
+        after = until - BACKLOG_ROWS
+        yield _ending("gap", after)
+    while after < until:
+        rows: Sequence[tuple[int, Entry]] = await service.work(
+            lambda after=after: service.ledger.tail(after=after, limit=PAGE)  # type: ignore[misc]
+        )
+        mine = [
+            event_bytes(number, entry)
+            for number, entry in rows
+            if number <= until and (not listener.tenant or listener.tenant == entry.tenant)
+        ]
+        if mine:
+            yield b"".join(mine)
+        if not rows or listener.ended:
+            return
+        after = rows[-1][0]
+
+
+def _ending(what: str, after: int) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (what.encode(), dumped({"after": after}))
+
+
+def add_live(router: APIRouter, service: Service) -> None:
+    @router.get("/v1/events", summary="Every journal row you may see, as it is written (server-sent events)")
+    @terms(Opens.USER, lean=True, stream=True)
+    async def events(request: Request) -> Stream:
+        who = credential(request)
+        after = resume_point(request)
+        service.streams.enter(who.tenant)
+        over = service.meters.own.stream("events")
+        listener = Listener(who, service.limits.stream_events)
+        if service.leaving:
+            listener.end("leaving")
+
+        def close() -> None:
+            service.live.leave(listener)
+            over()
+            service.streams.leave(who.tenant)
+
+        return Stream(_events(service, listener, after), "text/event-stream", close=close)

@@ -1,0 +1,217 @@
+"""Running the service: the socket, the first token, and leaving in order.
+
+Rules of this file:
+- A token is never sent in the clear to another machine: without TLS only this machine can connect, unless somebody says that a proxy
+  does TLS, or that it does not matter.
+- Told to leave, the service says so first (`/readyz`), ends its streams, lets running requests finish within `LEAVE_SECONDS`, and ends
+  with 0. Sessions go on: the attendant has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from sublet.core.errors import Misconfigured
+from sublet.core.tenancy import Tenant
+from sublet.core.token import Scope, judge
+from sublet.ports.ledger import Ledger
+from sublet.runtime.tokens import new_token
+from sublet.settings import Settings
+from sublet.studio.app import make_app
+from sublet.studio.connection import connection_class
+from sublet.studio.door import Network
+from sublet.studio.limits import Limits
+from sublet.studio.logs import Bridge, Log
+from sublet.studio.service import Service
+from sublet.wiring import ensure_warden, open_ledger
+
+OPERATOR = "operator"
+LEAVE_SECONDS = 10
+#: Between saying that it leaves and taking no more connections, so that whoever balances between instances hears it.
+NOTICE_SECONDS = 0.5
+KEEP_ALIVE_SECONDS = 30
+BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    host: str
+    port: int
+    certificate: str = ""
+    key: str = ""
+    behind_proxy: bool = False
+    insecure: bool = False
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.certificate else "http"
+
+
+def check_address(address: Address) -> None:
+    if bool(address.certificate) != bool(address.key):
+        raise Misconfigured(
+            "TLS needs a certificate and its key", remedy="give both --tls-cert FILE and --tls-key FILE"
+        )
+    if address.certificate or address.behind_proxy or address.insecure or is_loopback(address.host):
+        return
+    raise Misconfigured(
+        f"without TLS, tokens would cross the network to {address.host} in the clear for anybody to read",
+        remedy="give --tls-cert and --tls-key, or --behind-proxy if a proxy in front does TLS, or --insecure for a trial",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def bound_socket(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address.host.strip("[]"), address.port))
+    except (OSError, OverflowError) as e:
+        sock.close()
+        raise Misconfigured(
+            f"port {address.port} of {address.host} cannot be taken: {getattr(e, 'strerror', None) or e}",
+            remedy="give another one with --port",
+        ) from e
+    sock.listen(BACKLOG)
+    return sock
+
+
+def first_operator_token(ledger: Ledger) -> str:
+    """A new one when no operator can come in, else ''. Its text exists in what is returned and nowhere else."""
+    now = ledger.now()
+    if any(t.scope is Scope.OPERATOR and not judge(t, now) for t in ledger.tokens()):
+        return ""
+    ledger.add_tenant(Tenant(name=OPERATOR), actor="serve", exist_ok=True)
+    new = new_token()
+    ledger.add_token(
+        new.id, new.digest, OPERATOR, actor="serve", scope=Scope.OPERATOR, note="made at the first start"
+    )
+    return new.text
+
+
+class StudioServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A signal asks to leave, and is not raised again afterwards: leaving as asked is no failure."""
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():
+            yield  # whoever runs it in a thread of a program of its own calls `leave`
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.leave)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def leave(self) -> None:
+        if self._service.leaving:
+            self.force_exit = self.should_exit = True  # asked twice: at once
+            return
+        self._service.log.event("leaving")
+        self._service.leave()
+        asyncio.get_running_loop().call_later(NOTICE_SECONDS, setattr, self, "should_exit", True)
+
+
+def make_server(service: Service, address: Address, proxies: Sequence[Network]) -> StudioServer:
+    config = uvicorn.Config(
+        make_app(service, proxies),
+        http=connection_class(service.limits),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=LEAVE_SECONDS,
+        ssl_certfile=address.certificate or None,
+        ssl_keyfile=address.key or None,
+    )
+    return StudioServer(config, service)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A service that can be reached as soon as it runs."""
+
+    url: str
+    token: str  # the first operator's, or ''
+
+
+def serve(
+    settings: Settings,
+    address: Address,
+    limits: Limits,
+    proxies: Sequence[Network],
+    *,
+    metrics_open: bool,
+    on_open: Callable[[Opened], None],
+) -> None:
+    check_address(address)
+    ledger = open_ledger(settings)
+    sock = bound_socket(address)
+    log = Log()
+    bridge = Bridge(log)
+    for name in ("uvicorn.error", "asyncio"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [bridge], False
+    try:
+        token = first_operator_token(ledger)
+        ensure_warden(settings, wait=False)
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        on_open(Opened(url=f"{address.scheme}://{host}:{sock.getsockname()[1]}", token=token))
+
+        async def run() -> None:
+            service = Service(ledger, settings, limits=limits, log=log, metrics_open=metrics_open)
+            server = make_server(service, address, proxies)
+            await asyncio.get_running_loop().run_in_executor(None, _start_attendant, service)
+            await server.serve([sock])
+
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(run())
+    finally:
+        sock.close()
+        log.close()
+
+
+def _start_attendant(service: Service) -> None:
+    try:
+        service.relay.ensure()
+    except Misconfigured as e:
+        service.log.event(
+            "attendant", level="error", error=e.message
+        )  # readyz says so too; listings work without it
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

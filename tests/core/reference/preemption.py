@@ -1,0 +1,38 @@
+"""How victims were chosen before: every device of the pool is looked at, for every waiter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sublet.core.device import Device
+from sublet.core.lease import Lease
+from sublet.core.policy import Policy
+from sublet.core.preemption import Claim, Victim, room_on, work_at_risk
+
+
+def choose(
+    waiter: Lease, devices: Iterable[Device], leases: Sequence[Lease], policy: Policy, now: int
+) -> tuple[list[Victim], list[str]] | None:
+    """Victims that make room for the waiter, and the devices the room is on; None when nothing may be taken."""
+    on_device: dict[str, list[Lease]] = {}
+    for lease in leases:
+        for s in lease.slices:
+            on_device.setdefault(s.device_id, []).append(lease)
+    options: list[tuple[tuple[int, int, int, int, int, str], list[Victim], str]] = []
+    for device in devices:
+        victims = room_on(device, on_device.get(device.id, []), waiter, policy, now)
+        if victims is None:
+            continue
+        worst = max((v.claim for v in victims), default=Claim.LEAVING)
+        risk = sum(work_at_risk(v.lease, policy, now) for v in victims if v.claim is Claim.LOWER_TIER)
+        lower = [v.lease.request.tier.rank for v in victims if v.claim is Claim.LOWER_TIER]
+        # Between devices as on one: who has been idle longest is the least likely to come back soon.
+        idle_us = min((now - v.lease.active_at for v in victims if v.claim is Claim.IDLE), default=0)
+        cost = (worst, -min(lower, default=0), risk, len(victims), -idle_us, device.id)
+        options.append((cost, victims, device.id))
+    options.sort(key=lambda option: option[0])
+    picked = options[: waiter.request.count]
+    if len(picked) < waiter.request.count:
+        return None
+    chosen = {v.lease.id: v for _, found, _ in picked for v in found}
+    return sorted(chosen.values(), key=lambda v: v.cost), [device_id for _, _, device_id in picked]

@@ -1,0 +1,103 @@
+"""The studio's page in a real browser that finds no other host.
+
+Rules of this file: the page is driven as somebody would, by what it shows and by the keyboard; every request it makes is written down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.conftest import need
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+AXE = Path(__file__).parents[2] / ".venv" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
+WIDE, PHONE = {"width": 1600, "height": 1000}, {"width": 360, "height": 780}
+
+
+class Studio:
+    """One page that looks at a service."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page, self.url = page, url
+        self.asked: list[str] = []
+        self.wrong: list[str] = []  # what the browser's console complained about
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        page.on("dialog", lambda dialog: (self.wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+
+    def enter(self, token: str, view: str = "") -> None:
+        self.page.goto(self.url + (f"#{view}" if view else ""))
+        self.page.get_by_label("Your token").fill(token)
+        self.page.keyboard.press("Enter")
+        self.page.locator("#live[data-state=live]").wait_for()
+
+    def go(self, view: str) -> None:
+        self.page.evaluate("view => { location.hash = view; }", view)
+
+    def focused(self) -> str:
+        """The accessible name, or what stands for it, of where the keyboard is."""
+        return str(
+            self.page.evaluate(
+                "() => { const a = document.activeElement; return a.getAttribute('aria-label') || a.labels?.[0]?.textContent || a.textContent.trim() || a.tagName; }"
+            )
+        )
+
+    def tab_to(self, name: str, *, backwards: bool = False) -> None:
+        """As a keyboard does it: press Tab until it is there."""
+        for _ in range(200):
+            self.page.keyboard.press("Shift+Tab" if backwards else "Tab")
+            if self.focused() == name:
+                return
+        raise AssertionError(f"the keyboard does not reach {name!r}")
+
+    def violations(self) -> list[str]:
+        """What axe finds, each with its place."""
+        self.page.evaluate(AXE.read_text())  # by the debugger's door: the page's policy stays as it is
+        found = self.page.evaluate(
+            """async () => (await axe.run(document, {resultTypes: ['violations']})).violations.map(
+              v => v.id + ': ' + v.nodes.map(n => n.target.join(' ') + ' (' + n.failureSummary + ')').join('; '))"""
+        )
+        return [str(one) for one in found]
+
+    def hosts(self) -> set[str]:
+        return {urlsplit(url).netloc for url in self.asked if urlsplit(url).scheme not in ("data", "blob")}
+
+
+@contextlib.contextmanager
+def a_browser() -> Iterator[Any]:
+    need(find_spec("playwright") is not None, "playwright")
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    need(found is not None, "a Chromium browser")
+    from playwright.sync_api import sync_playwright
+
+    # A browser has business of its own with its maker. It finds nobody but this host.
+    args = ["--no-sandbox", "--no-proxy-server", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=args)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
+def a_page(browser: Any, url: str, **options: Any) -> Iterator[Studio]:
+    """A tab of its own: nothing is kept from another one."""
+    context = browser.new_context(**({"viewport": WIDE} | options))
+    try:
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        yield Studio(page, url)
+    finally:
+        context.close()
+
+
+def need_axe() -> None:
+    need(AXE.exists(), "axe-core from npm ('make setup' installs it)")

@@ -1,0 +1,94 @@
+"""One operation on an attendant's socket, as the service makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sublet.ports import sealed
+from sublet.settings import Settings
+from sublet.studio.attendant import finding
+
+
+@dataclass
+class Heard:
+    """What came of a call."""
+
+    frames: list[tuple[int, bytes]] = field(default_factory=list)
+    read: int = 0  # bytes that count in offsets
+
+    def text(self, kind: int = sealed.OUT) -> str:
+        return b"".join(data for k, data in self.frames if k == kind).decode()
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        return [json.loads(data) for kind, data in self.frames if kind == sealed.SHOW]
+
+    @property
+    def done(self) -> dict[str, Any]:
+        return next(sealed.read_head(data) for kind, data in self.frames if kind == sealed.DONE)
+
+    @property
+    def failed(self) -> dict[str, Any]:
+        return next(sealed.read_head(data) for kind, data in self.frames if kind == sealed.FAIL)
+
+    @property
+    def parts(self) -> list[bytes]:
+        return [data for kind, data in self.frames if kind == sealed.PART]
+
+
+class Line:
+    def __init__(self, settings: Settings, head: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
+        self.sock: socket.socket = finding.connected(settings, timeout=60)
+        self._reader = sealed.Frames(sealed.ANSWER_KINDS)
+        self.heard = Heard()
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # refused before it was whole: why can be read
+            for piece in sealed.message(sealed.HEAD, head, parts):
+                self.sock.sendall(piece)
+
+    def frames(self) -> Iterator[tuple[int, bytes]]:
+        while True:
+            data = self.sock.recv(1 << 16)
+            if not data:
+                return
+            for kind, payload in self._reader.feed(data):
+                if kind not in (sealed.BEAT, sealed.GAP):
+                    self.heard.read += sealed.HEADER.size + len(payload)
+                self.heard.frames.append((kind, payload))
+                yield kind, payload
+
+    def all(self) -> Heard:
+        for _ in self.frames():
+            pass
+        self.sock.close()
+        return self.heard
+
+
+def code(settings: Settings, session: str, text: str, *, tenant: str = "ann", call: str = "") -> Line:
+    head = {
+        "op": "call",
+        "session": session,
+        "tenant": tenant,
+        "call": call or secrets.token_hex(8),
+        "target": "code",
+    }
+    body = json.dumps({"code": text, "name": "<cell>"}).encode()
+    return Line(settings, head, [body])
+
+
+def attach(settings: Settings, session: str, call: str, after: int = 0, tenant: str = "ann") -> Line:
+    return Line(
+        settings,
+        {"op": "call", "session": session, "tenant": tenant, "call": call, "after": after, "attach": True},
+    )
+
+
+def ask(settings: Settings, parts: Sequence[bytes] = (), **head: Any) -> Heard:
+    return Line(settings, head, parts).all()

@@ -1,0 +1,238 @@
+"""What hostile and slow clients cannot do: with real sockets, against a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sublet.settings import load_settings
+from sublet.studio.limits import Buckets, Crowd, Limits
+from sublet.studio.wire import TooManyNow
+from tests.ledger.rig import Rig
+from tests.runtime.conftest import wait_until
+from tests.studio.running import WIDE, Running, add_session, running, settings_of
+
+
+@contextlib.contextmanager
+def limited(rig: Rig, tmp_path: Path, **changes: object) -> Iterator[Running]:
+    (tmp_path / "home").mkdir(exist_ok=True)
+    limits = dataclasses.replace(WIDE, **changes)  # type: ignore[arg-type]
+    with running(rig.ledger, settings_of(load_settings(), rig.url, str(tmp_path / "home")), limits) as found:
+        yield found
+
+
+def rest(sock: socket.socket) -> bytes:
+    """Until the server ends it."""
+    found = b""
+    try:
+        while piece := sock.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_buckets_refill() -> None:
+    buckets = Buckets(10.0, 2.0)
+    assert [buckets.take("a", 0.0) for _ in range(20)] == [0.0] * 20
+    over = buckets.take("a", 0.0)
+    assert 0 < over <= 0.1
+    assert buckets.take("b", 0.0) == 0.0
+    assert buckets.take("a", over + 0.001) == 0.0
+    assert Buckets(0, 2.0).take("a", 0.0) == 0.0
+
+
+def test_buckets_do_not_grow_without_end() -> None:
+    buckets = Buckets(10.0, 1.0)
+    for i in range(3 * Buckets.KEYS_MAX):
+        buckets.take(f"k{i}", i / 1000)
+    assert len(buckets._levels) <= Buckets.KEYS_MAX
+
+
+def test_a_crowd_is_counted_out_again() -> None:
+    crowd = Crowd(2, "things")
+    crowd.enter("a")
+    crowd.enter("a")
+    with pytest.raises(TooManyNow):
+        crowd.enter("a")
+    crowd.enter("b")
+    crowd.leave("a")
+    with crowd.counted("a"):
+        assert crowd.count("a") == 2
+    assert (crowd.count("a"), crowd.count()) == (1, 2)
+
+
+def test_a_tenant_over_its_rate_is_told_when_to_come_back(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, tenant_rate=5.0, burst_seconds=1.0) as studio:
+        said = [studio.ask("GET", "/v1/me", studio.token("ann")) for _ in range(12)]
+        refused = [s for s in said if s.status == 429]
+        assert refused
+        assert refused[0].code == "too_many"
+        assert int(refused[0].headers["retry-after"]) >= 1
+        assert studio.ask("GET", "/v1/me", studio.token("bob")).status == 200  # nobody else notices
+
+
+def test_an_address_over_its_rate_is_refused_before_its_token_is_looked_at(
+    sqlite: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with limited(sqlite, tmp_path, address_rate=5.0, burst_seconds=1.0) as studio:
+        token = studio.token("ann")
+        looked: list[str] = []
+        real = sqlite.ledger.look_token
+        monkeypatch.setattr(sqlite.ledger, "look_token", lambda t: (looked.append(t), real(t))[1])
+        said = [studio.ask("GET", "/v1/me", token).status for _ in range(12)]
+        assert 429 in said
+        assert len(looked) == said.count(200)
+
+
+@pytest.mark.parametrize("how", ["length", "chunked"])
+def test_a_body_that_is_too_large_is_refused(sqlite: Rig, tmp_path: Path, how: str) -> None:
+    with limited(sqlite, tmp_path, json_bytes=10_000, call_bytes=50_000) as studio:
+        token = studio.token("ann")
+        session = add_session(studio.ledger, "ann")
+        places = [("/v1/sessions", 10_000), (f"/v1/sessions/{session}/calls?call=c", 50_000)]
+        for path, most in places if how == "length" else places[:1]:  # a call is passed on while it is read
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+            with studio.connect() as sock:
+                if how == "length":
+                    sock.sendall(f"{head}Content-Length: {10**15}\r\n\r\n".encode())
+                else:
+                    sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+                    with contextlib.suppress(OSError):
+                        for _ in range(most // 1000 + 20):
+                            sock.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+                answer = rest(sock)
+            assert answer.startswith(b"HTTP/1.1 413 "), answer[:100]
+            assert b"connection: close" in answer
+        assert studio.ask("GET", "/healthz").status == 200
+
+
+def test_a_get_reads_no_body(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path) as studio:
+        said = studio.ask("DELETE", "/v1/prices?device_class=x", studio.operator, raw=b"x" * (2 << 20))
+        assert said.status == 413
+
+
+def test_headers_that_never_end_are_cut(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, header_seconds=0.5) as studio:
+        with studio.connect() as silent, studio.connect() as slow:
+            slow.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
+            began = time.monotonic()
+            stop = threading.Event()
+
+            def drip() -> None:
+                with contextlib.suppress(OSError):
+                    while not stop.wait(0.05):
+                        slow.sendall(b"X-A: b\r\n")
+
+            dripping = threading.Thread(target=drip)
+            dripping.start()
+            try:
+                assert rest(silent).startswith(b"HTTP/1.1 408 ")
+                assert b" 408 " in rest(slow)[:20]
+            finally:
+                stop.set()
+                dripping.join()
+        assert time.monotonic() - began < 10
+
+
+def test_headers_that_are_too_large_are_cut(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, header_bytes=8192) as studio:
+        for sent in (b"X-A: " + b"b" * 300_000, b"".join(b"X-%d: b\r\n" % i for i in range(500))):
+            with studio.connect() as sock:
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + sent + b"\r\n\r\n")
+                assert rest(sock)[9:12] in (b"431", b"400", b"")
+        assert studio.ask("GET", "/healthz").status == 200
+
+
+def test_a_body_that_comes_too_slowly_is_cut(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, body_seconds=0.5, body_grace_seconds=0.5, body_floor=10_000) as studio:
+        head = (
+            f"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {studio.token('ann')}\r\n"
+            "Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+        ).encode()
+        with studio.connect() as silent:
+            silent.sendall(head)
+            assert rest(silent).startswith(b"HTTP/1.1 408 ")
+        with studio.connect() as dripping:
+            dripping.sendall(head)
+            began = time.monotonic()
+            with contextlib.suppress(OSError):
+                while time.monotonic() - began < 10:
+                    dripping.sendall(b" ")
+                    time.sleep(0.05)
+            assert time.monotonic() - began < 9
+        wait_until(lambda: not studio.service.requests.count())
+
+
+def test_more_connections_than_it_holds_are_turned_away(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, connections=5) as studio:
+        held = [studio.connect() for _ in range(5)]
+        for sock in held:
+            sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in sock.recv(4096)
+        with studio.connect() as one_more:
+            assert rest(one_more).startswith(b"HTTP/1.1 503 ")
+        for sock in held:
+            sock.close()
+        wait_until(lambda: studio.ask("GET", "/healthz").status == 200)
+
+
+def test_so_many_streams_and_no_more(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, tenant_streams=3) as studio:
+        token = studio.token("ann")
+        held = [listening(studio, token) for _ in range(3)]
+        wait_until(lambda: studio.service.streams.count("ann") == 3)
+        said = studio.ask("GET", "/v1/events", token)
+        assert (said.status, said.code) == (429, "too_many")
+        other = listening(studio, studio.token("bob"))
+        other.close()
+        for sock in held:
+            sock.close()
+        wait_until(lambda: studio.service.streams.count() == 0)
+        wait_until(lambda: studio.service.live.listeners == 0)
+
+
+def listening(studio: Running, token: str) -> socket.socket:
+    sock = studio.connect()
+    sock.sendall(f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+    assert b" 200 " in sock.recv(4096)
+    return sock
+
+
+def test_a_reader_that_takes_nothing_is_cut_and_the_others_hear_everything(
+    sqlite: Rig, tmp_path: Path
+) -> None:
+    with limited(sqlite, tmp_path, stream_events=50, send_seconds=1.0) as studio:
+        token = studio.token("ann")
+        stuck = socket.socket()
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", studio.port))
+        stuck.sendall(f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+        wait_until(lambda: studio.service.live.listeners == 1)
+        good = listening(studio, token)
+        heard: list[bytes] = []
+        hearing = threading.Thread(target=lambda: heard.append(rest(good)), daemon=True)
+        hearing.start()
+        # More than the socket's buffers and the list hold together.
+        for _ in range(1500):
+            add_session(studio.ledger, "ann", name="n" * 80)
+        wait_until(lambda: studio.service.live.listeners <= 1, 60)
+        wait_until(lambda: studio.service.streams.count() <= 1, 30)
+        good.shutdown(socket.SHUT_RDWR)
+        hearing.join(10)
+        assert heard[0].count(b"event: session") + heard[0].count(b"event: gap") > 0
+        stuck.close()
+
+
+def test_defaults_bound_everything() -> None:
+    for field in dataclasses.fields(Limits):
+        assert getattr(Limits(), field.name) > 0
