@@ -16,7 +16,7 @@ from sublet.notebook.waiting import Waiting
 
 _ASKS = """
 from sublet.notebook.waiting import ask
-print('asked', repr(ask('take it? ', {seconds})))
+print('asked', repr(ask('take it? ', {seconds}, terminal=True)))
 """
 
 
@@ -49,6 +49,7 @@ def test_an_answer_in_a_terminal_counts(terminal: Any) -> None:
 
 def test_an_interrupt_of_the_user_s_own_is_no_answer(terminal: Any) -> None:
     child = terminal(_ASKS.format(seconds=60))
+    child.delaybeforesend = None  # also one that comes before the terminal is read
     child.expect_exact("take it? ", timeout=30)
     child.sendintr()
     child.expect_exact("KeyboardInterrupt", timeout=30)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
 from sublet.core.admission import Wait
@@ -21,6 +24,8 @@ from sublet.ports.ledger import Answer
 
 #: An answer that comes at the last moment must still reach the ledger.
 ANSWER_MARGIN_US = 1_000_000
+#: How late an interrupt may be heard that came just before a look at the terminal.
+LOOK_SECONDS = 0.2
 
 
 def _eta(wait: Wait) -> str:
@@ -65,7 +70,8 @@ class Waiting:
             f"{now} is free now, and held for you for {seconds:.0f} s; {wanted} {self._eta}. "
             "Without an answer you keep your place."
         )
-        reply = ask(f"{now} now, or {wanted} {self._eta}. Take {now} now? [y/N] ", seconds)
+        question = f"{now} now, or {wanted} {self._eta}. Take {now} now? [y/N] "
+        reply = ask(question, seconds, terminal=self._front.kind == "terminal")
         if not reply:
             self._take_back_the_question()
         return reply.strip().lower() in ("y", "yes")
@@ -91,10 +97,28 @@ class Waiting:
         self._shown = True
 
 
-def ask(question: str, seconds: float) -> str:
+def ask(question: str, seconds: float, *, terminal: bool) -> str:
     """What the user types, or '' when nobody answers in time."""
     if seconds <= 0:
         return ""
+    try:
+        return _asked_in_a_terminal(question, seconds) if terminal else _asked_in_a_page(question, seconds)
+    except Exception:  # a front end that cannot be asked
+        return ""
+
+
+def _asked_in_a_terminal(question: str, seconds: float) -> str:
+    """Not `input()`: an interrupt that comes between its question and its read is heard only at the next line."""
+    print(question, end="", flush=True)
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], min(left, LOOK_SECONDS))[0]:
+            return sys.stdin.readline().rstrip("\n")
+    print()
+    return ""
+
+
+def _asked_in_a_page(question: str, seconds: float) -> str:
     given_up = threading.Event()
     try:
         with _given_up_after(seconds, given_up):
@@ -103,20 +127,17 @@ def ask(question: str, seconds: float) -> str:
         if given_up.is_set():
             return ""
         raise
-    except Exception:  # a front end that cannot be asked
-        return ""
 
 
 @contextlib.contextmanager
 def _given_up_after(seconds: float, given_up: threading.Event) -> Iterator[None]:
-    """Both a terminal's and a kernel's `input()` are left by an interrupt, and by nothing else."""
+    """A kernel's `input()` is left by an interrupt, and by nothing else."""
     answered, over, asking = threading.Lock(), False, threading.get_ident()
 
     def give_up() -> None:
         with answered:
             if not over:
                 given_up.set()
-                # To that thread: a terminal's read() is left only by a signal of its own.
                 signal.pthread_kill(asking, signal.SIGINT)
 
     timer = threading.Timer(seconds, give_up)
