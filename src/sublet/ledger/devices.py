@@ -101,8 +101,13 @@ def _move(tx: Tx, device: FoundDevice, old: Device, host: str, decision: Moves) 
         decision.note,
         device.id,
     )
-    body = {"from": old.host, "to": host, "state": decision.state.value, "reason": decision.reason}
-    write_main(tx, "device.moved", "", device.id, body)
+    write_main(
+        tx,
+        "device.moved",
+        "",
+        device.id,
+        {"from": old.host, "to": host, "state": decision.state.value, "reason": decision.reason},
+    )
 
 
 def _beat(tx: Tx, host: str) -> None:
