@@ -18,7 +18,10 @@ NOTE = "<!-- Written by docs/generate.py. -->\n"
 
 
 def command_pages(command: click.Command, path: str, parent: click.Context | None) -> list[str]:
-    context = click.Context(command, info_name=path.split()[-1], parent=parent, max_content_width=100)
+    # With the settings the command itself is run with, as `make_context` does: a command keeps the help option of the first context it
+    # saw, so a page made with others would depend on who used the command before.
+    settings = {**command.context_settings, "max_content_width": 100}
+    context = click.Context(command, info_name=path.split()[-1], parent=parent, **settings)
     text = command.get_help(context)
     pages = [f"## {path}\n\n```text\n{text}\n```\n"]
     if isinstance(command, click.Group):

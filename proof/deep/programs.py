@@ -113,8 +113,6 @@ def take(w: World, p: Process, request: Request) -> Program:
             sent = p.local()
             try:
                 answer = yield call("renew", _key(lease_id, answer.lease.epoch, secret))
-                # It was granted by somebody else's release, which may not be synced: whoever begins to work makes sure it is.
-                yield call("barrier")
                 break
             except Disconnected:
                 yield sleep(w.unit(1))

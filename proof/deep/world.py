@@ -32,7 +32,7 @@ from sublet.core.checkpoint import ReplicaPolicy
 from sublet.core.effect import Committed, Steps
 from sublet.core.errors import Damaged, Disconnected, SubletError
 from sublet.core.items import Terms
-from sublet.core.lease import Holder, LeaseState
+from sublet.core.lease import HOLDING, Holder, LeaseState
 from sublet.core.policy import Policy
 from sublet.core.tenancy import Tenant
 from sublet.ledger import restored
@@ -442,7 +442,9 @@ class World:
 
     def _promised(self, verb: str, args: tuple[Any, ...], value: Any) -> None:
         promises = self.checks.promises
-        if verb in ("acquire", "accept") and value.lease.state is LeaseState.ACTIVE and value.lease.claimed:
+        if (
+            verb in ("acquire", "accept") and value.lease.state is LeaseState.ACTIVE and value.lease.claimed
+        ) or (verb == "attend" and value.lease.state in HOLDING):
             promises.grants[value.lease.id] = value.lease.epoch
         elif verb == "commit" and isinstance(value, Committed):
             promises.commits[(args[1].job, value.version)] = args[1].key

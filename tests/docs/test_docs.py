@@ -80,6 +80,17 @@ def test_the_reference_is_what_the_code_says() -> None:
         assert (ROOT / "docs" / "reference" / name).read_text() == page(), f"run 'make docs' for {name}"
 
 
+def test_the_help_on_the_page_is_the_help_on_the_screen() -> None:
+    """Every command with every option it has, `-h` too; whether or not somebody in this process has used the command before."""
+    said = subprocess.run(
+        [sys.executable, "-m", "sublet", "-h"], capture_output=True, text=True, check=True
+    ).stdout
+    options = re.search(r"^Options:\n(.*?)\n\n", said, re.M | re.S)
+    assert options is not None
+    assert "-h, --help" in options[1]
+    assert options[1] in (ROOT / "docs" / "reference" / "cli.md").read_text()
+
+
 def test_every_error_is_in_the_reference() -> None:
     text = (ROOT / "docs" / "reference" / "errors.md").read_text()
     ours = [cls for cls in error_tree() if cls.__module__ == "sublet.core.errors"]

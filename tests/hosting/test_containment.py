@@ -26,7 +26,7 @@ from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
 from sublet.hosting.containment import CGROUP, PID_NAMESPACE, SUBREAPER, Group, group_name
 from sublet.hosting.detached import spawn_detached
 from sublet.hosting.local import LocalWorkers
-from sublet.hosting.processes import Stat, all_stats, children_of, read_stat
+from sublet.hosting.processes import Stat, children_of, read_stat
 from tests.conftest import need
 from tests.hosting.conftest import FAR_US, REPOSITORY, end_zygotes, moved_in, now_us, remove_group
 from tests.hosting.planting import plant
@@ -177,7 +177,7 @@ def test_the_only_supervisor_is_killed_while_no_spare_is_there(planted: Planted)
     zygote = stat.parent
     spares: list[Stat] = []
     while not spares:  # one that is yet to be made would be somebody to look after
-        spares = [s for s in children_of(zygote, all_stats()) if s.pid != planted.worker.holder.pid]
+        spares = [s for s in children_of(zygote) if s.pid != planted.worker.holder.pid]
     os.kill(zygote, signal.SIGSTOP)
     for pid in [*(s.pid for s in spares), planted.worker.holder.pid]:
         os.kill(pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from sublet.core.errors import Misconfigured
 from sublet.hosting import local
 from sublet.hosting.containment import Group, group_name
 from sublet.hosting.local import LocalWorker, LocalWorkers
-from sublet.hosting.processes import all_stats, children_of, read_stat
+from sublet.hosting.processes import children_of, read_stat
 from tests.hosting.conftest import end_zygotes, moved_in, remove_group, zygote_pids
 from tests.runtime.conftest import process_is_gone, wait_until
 
@@ -52,7 +52,7 @@ def spare_of(zygote: int, *given: LocalWorker) -> int:
     found: list[int] = []
 
     def look() -> bool:
-        found[:] = [s.pid for s in children_of(zygote, all_stats()) if s.pid not in mine and s.state != "Z"]
+        found[:] = [s.pid for s in children_of(zygote) if s.pid not in mine and s.state != "Z"]
         return bool(found)
 
     wait_until(look)
@@ -94,8 +94,8 @@ def test_a_spare_that_died_is_replaced(own: LocalWorkers) -> None:
     assert second.holder.pid != spare
     # Only its worker, in its sleep: it is not handed to anybody.
     spare = spare_of(zygote_of(first), first, second)
-    wait_until(lambda: children_of(spare, all_stats()))
-    below = children_of(spare, all_stats())
+    wait_until(lambda: children_of(spare))
+    below = children_of(spare)
     os.kill(below[0].pid, signal.SIGKILL)
     wait_until(lambda: process_is_gone(spare))
     third = works(own)
@@ -215,7 +215,7 @@ def test_each_worker_is_a_session_of_its_own_and_reaped(own: LocalWorkers) -> No
     zygote = zygote_of(worker)
     assert os.getsid(worker.holder.pid) == worker.holder.pid
     worker.end("over")
-    wait_until(lambda: worker.holder.pid not in {s.pid for s in children_of(zygote, all_stats())})
+    wait_until(lambda: worker.holder.pid not in {s.pid for s in children_of(zygote)})
 
 
 def test_settings_of_another_kind_get_another_zygote(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

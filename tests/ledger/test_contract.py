@@ -311,6 +311,22 @@ def test_attending_is_a_sign_of_life(pool: Rig) -> None:
     assert pool.look(waiter).state is LeaseState.WAITING
 
 
+def test_a_grant_is_durable_before_a_waiter_is_told_of_it(pool: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L1: the release that made it need not survive a crash. Who only waits, waits for no disk."""
+    synced: list[str] = []
+    barrier = pool.ledger.engine.barrier
+    monkeypatch.setattr(pool.ledger.engine, "barrier", lambda: (synced.append("barrier"), barrier()))
+    holder = pool.ask(80)
+    waiter = pool.ask(80, tenant="bob")
+    for _ in range(3):
+        assert pool.ledger.attend(waiter.lease.id, pool.secret(waiter)).lease.state is LeaseState.WAITING
+    pool.release(holder)
+    assert synced == []
+    for told in (1, 2):  # the first answer may be lost on its way
+        assert pool.ledger.attend(waiter.lease.id, pool.secret(waiter)).lease.state is LeaseState.ACTIVE
+        assert len(synced) == told
+
+
 def test_the_waitlist_is_by_tier_then_share_then_arrival(pool: Rig) -> None:
     """T3: who has used more waits longer, whoever came first."""
     pool.tenant("eve")

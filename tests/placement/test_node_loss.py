@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sublet.core.device import DeviceState
-from sublet.hosting.processes import all_stats, descendants
+from sublet.hosting.processes import descendants, read_stat
 from sublet.testing.postgres import PostgresServer
 from sublet.testing.ray_cluster import Cluster, running
 
@@ -89,12 +89,12 @@ def three_nodes(with_ray: None, postgres_server: PostgresServer) -> Iterator[Clu
 
 def alive(pids: list[int]) -> list[int]:
     """Those that are processes still: what is dead and not waited for is none."""
-    stats = all_stats()
-    return [pid for pid in pids if pid in stats and stats[pid].state not in ("Z", "X")]
+    stats = [stat for pid in pids if (stat := read_stat(pid)) is not None]
+    return [stat.pid for stat in stats if stat.state not in ("Z", "X")]
 
 
 def household_of(pid: int) -> list[int]:
-    return [pid, *(child.pid for child in descendants(pid, all_stats()))]
+    return [pid, *(child.pid for child in descendants(pid))]
 
 
 def run_through(cluster: Cluster, name: str, lose: Any) -> dict[str, Any]:

@@ -28,8 +28,10 @@ import sublet.ledger.waitlist
 import sublet.store.replicas
 from proof.deep import programs
 from proof.deep.mixes import Mix
-from proof.deep.world import World, simulate
+from proof.deep.world import simulate
 from sublet.core.effect import Committed, Duplicate, Reserved
+from sublet.ledger.engine import raised
+from sublet.ledger.ledger import SqlLedger
 from sublet.ledger.tx import Pool
 
 SEED = int(os.environ.get("SUBLET_DEEP_SEED", "1"))
@@ -156,13 +158,15 @@ def _backup_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sublet.ledger.restored, "mark_restored", jump_from_the_backup)
 
 
-def _no_barrier(patch: pytest.MonkeyPatch) -> None:
-    known = World.message
+def _grants_told_too_soon(patch: pytest.MonkeyPatch) -> None:
+    def attend(ledger: SqlLedger, lease_id: str, secret: str, *, explain: bool = True) -> Any:
+        return raised(
+            ledger.engine.write(
+                lambda tx: sublet.ledger.waitlist.attend(tx, lease_id, secret, explain), durable=False
+            )
+        )
 
-    def message(world: World, process: Any, verb: str, args: Any, kwargs: Any) -> Any:
-        return None if verb == "barrier" else known(world, process, verb, args, kwargs)
-
-    patch.setattr(World, "message", message)
+    patch.setattr(SqlLedger, "attend", attend)
 
 
 def _retries_blindly(patch: pytest.MonkeyPatch) -> None:
@@ -228,10 +232,10 @@ def test_a_broken_world_is_found_out(
 
 
 def test_a_grant_that_a_crash_takes_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that often dies with what it had not synced, and waiters that begin to work without syncing."""
+    """A server that often dies with what it had not synced, and waiters that are told of a grant that was not."""
     mix = Mix(tempo=30, hosts=1, ledger_dies=0.01, kill=0.01)
     assert not simulate(1, EVENTS, mix).violation
-    _no_barrier(monkeypatch)
+    _grants_told_too_soon(monkeypatch)
     for seed in range(1, 100):
         violation = simulate(seed, EVENTS, mix).violation
         if violation:

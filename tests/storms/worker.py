@@ -81,8 +81,6 @@ class Worker:
         while answer.lease.state is LeaseState.WAITING and time.monotonic() < give_up:
             time.sleep(0.01)
             answer = self.ledger.attend(lease_id, secret, explain=False)
-            if answer.lease.state is LeaseState.ACTIVE:
-                self.ledger.barrier()  # as every holder does: whoever granted it may not have waited for the disk
         if answer.lease.state is LeaseState.ACTIVE:
             self.note("granted", lease_id, answer.lease.epoch)
             self.held.append(LeaseKey(lease_id, answer.lease.epoch, secret))

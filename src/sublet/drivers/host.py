@@ -26,6 +26,7 @@ from sublet.core.kernel import Scalar, Shape3
 from sublet.core.values import format_size, parse_duration, parse_size
 from sublet.ports.driver import Capabilities
 from sublet.ports.ledger import FoundDevice
+from sublet.shared_look import SharedLook
 
 _SPEC = re.compile(r"(?:(\d+)x)?([^!]+)(?:!(.*))?")
 MOST = 1024
@@ -60,6 +61,14 @@ def parse_faults(text: str) -> Faults:
 
 def memory_name(device_id: str) -> str:
     return f"sublet:{device_id}"
+
+
+def _link(device_id: str) -> str:
+    """What /proc calls it in the list of a process's open files."""
+    return f"/memfd:{memory_name(device_id)} (deleted)"
+
+
+_OURS = "/memfd:sublet:"
 
 
 class _Memory:
@@ -211,6 +220,36 @@ def _leak(device_id: str) -> None:
         file.truncate(LEAK_BYTES)
 
 
+@dataclass(slots=True)
+class _File:
+    """Memory of a device, and who holds it."""
+
+    size: int
+    pids: set[int]
+
+
+def _files() -> dict[str, list[_File]]:
+    """All memory of all devices, by what /proc calls it: a walk over every open file of every process, so one serves whoever waits for it."""
+    found: dict[tuple[str, int], _File] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{fd}"
+                try:
+                    name = os.readlink(path)
+                    if name.startswith(_OURS):
+                        info = os.stat(path)
+                        file = found.setdefault((name, info.st_ino), _File(0, set()))
+                        file.size = info.st_size
+                        file.pids.add(int(pid))
+                except OSError:
+                    continue
+    by_name: dict[str, list[_File]] = {}
+    for (name, _), file in found.items():
+        by_name.setdefault(name, []).append(file)
+    return by_name
+
+
 class HostDriver:
     """Implements `ports.driver.Driver`."""
 
@@ -218,6 +257,7 @@ class HostDriver:
 
     def __init__(self) -> None:
         self._faults: dict[str, Faults] = {}
+        self._files = SharedLook(_files)
 
     def capabilities(self, ordinal: int = 0) -> Capabilities:
         # The kernel zeroes pages before it gives them to anybody.
@@ -257,20 +297,9 @@ class HostDriver:
 
     def used_bytes(self, device_id: str, ordinal: int, besides: frozenset[int] = frozenset()) -> int | None:
         """Each anonymous file of the device, once, however many processes hold it; none that one of `besides` holds too."""
-        wanted = f"/memfd:{memory_name(device_id)} (deleted)"
-        found: dict[int, int] = {}
-        theirs: set[int] = set()
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                for fd in os.listdir(f"/proc/{pid}/fd"):
-                    path = f"/proc/{pid}/fd/{fd}"
-                    with contextlib.suppress(OSError):
-                        if os.readlink(path) == wanted:
-                            info = os.stat(path)
-                            found[info.st_ino] = info.st_size
-                            if int(pid) in besides:
-                                theirs.add(info.st_ino)
-        held = sum(size for inode, size in found.items() if inode not in theirs)
+        held = sum(
+            file.size for file in self._files().get(_link(device_id), ()) if besides.isdisjoint(file.pids)
+        )
         with contextlib.suppress(OSError):
             held += leaks(device_id).stat().st_size
         return held

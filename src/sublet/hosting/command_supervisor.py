@@ -31,7 +31,7 @@ from sublet.core.exits import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE, Outcome, exit
 from sublet.core.notice import Notice
 from sublet.hosting import accounts, linux
 from sublet.hosting.channel import receive_with_fds, send_with_fds
-from sublet.hosting.processes import all_stats, descendants, ended, read_stat
+from sublet.hosting.processes import descendants, ended, read_stat
 from sublet.hosting.supervisor import (
     BACKSTOP_US,
     LATE_US,
@@ -257,7 +257,7 @@ class CommandSupervisor:
     def _rest(self) -> list[int]:
         """Descriptors of everything inside but its first process and the command's main one. The caller closes them."""
         found = []
-        for stat in descendants(os.getpid(), all_stats()):
+        for stat in descendants(os.getpid()):
             if stat.pid in (self._inmate.first, self._inmate.pid) or stat.state == "Z":
                 continue
             with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ Rules of this file:
 - Death is seen by pidfd, never assumed after a signal was sent.
 - Descendants are stopped before they are killed, so that none can fork while the tree is being walked. A leased worker's are
   contained (`containment.py`); a plain process's child that daemonised away unseen is beyond us, and the Receipt says so.
+- Every process of the machine is read at once by one thread for all who ask: a thousand leases may end in the same moment.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sublet.failpoints import failpoint
 from sublet.hosting import accounts
 from sublet.hosting.containment import CGROUP, PID_NAMESPACE, Group, contained, group_name
 from sublet.ports.processes import Receipt
+from sublet.shared_look import SharedLook
 
 #: A killed process with gigabytes resident needs a moment to give them back; one stuck in the kernel never does.
 KILL_WAIT_US = 5_000_000
@@ -50,28 +52,42 @@ def read_stat(pid: int) -> Stat | None:
     return Stat(pid, fields[0], int(fields[1]), int(fields[19]), bool(int(fields[6]) & _PF_EXITING))
 
 
-def all_stats() -> dict[int, Stat]:
-    found: dict[int, Stat] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            stat = read_stat(int(name))
-            if stat is not None:
-                found[stat.pid] = stat
-    return found
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Every process of this machine, as one walk over /proc found them. Shared: never changed."""
+
+    stats: dict[int, Stat]
+    children: dict[int, list[Stat]]
 
 
-def children_of(parent: int, stats: dict[int, Stat]) -> list[Stat]:
-    return [s for s in stats.values() if s.parent == parent]
-
-
-def descendants(root: int, stats: dict[int, Stat]) -> list[Stat]:
+def _walk() -> _Table:
+    stats: dict[int, Stat] = {}
     children: dict[int, list[Stat]] = {}
-    for stat in stats.values():
-        children.setdefault(stat.parent, []).append(stat)
+    for name in os.listdir("/proc"):
+        stat = read_stat(int(name)) if name.isdigit() else None
+        if stat is not None:
+            stats[stat.pid] = stat
+            children.setdefault(stat.parent, []).append(stat)
+    return _Table(stats, children)
+
+
+#: There is one process table, and one walk over it at a time.
+_everybody = SharedLook(_walk)
+
+
+def children_of(parent: int) -> list[Stat]:
+    return list(_everybody().children.get(parent, ()))
+
+
+def descendants(root: int) -> list[Stat]:
+    return _below(root, _everybody())
+
+
+def _below(root: int, table: _Table) -> list[Stat]:
     found: list[Stat] = []
     pending = [root]
     while pending:
-        for child in children.get(pending.pop(), []):
+        for child in table.children.get(pending.pop(), ()):
             if child.pid != os.getpid():  # a warden the holder itself started is nobody's to end
                 found.append(child)
                 pending.append(child.pid)
@@ -100,7 +116,7 @@ def ended(fd: int, wait_us: int) -> bool:
 def _freeze(root: int, watched: dict[int, int]) -> None:
     """Stop the tree until a walk finds nobody new, so that none can fork away from the kill that follows."""
     for _ in range(100):
-        fresh = [c for c in descendants(root, all_stats()) if c.pid not in watched]
+        fresh = [c for c in descendants(root) if c.pid not in watched]
         for fd in watched.values():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signal.SIGSTOP)
@@ -168,12 +184,12 @@ class HostProcesses:
         return fd
 
     def trees(self, holders: Iterable[Holder]) -> dict[Holder, tuple[Holder, ...]]:
-        stats = all_stats()
+        table = _everybody()
         found: dict[Holder, tuple[Holder, ...]] = {}
         for holder in holders:
-            stat = stats.get(holder.pid)
+            stat = table.stats.get(holder.pid)
             if stat is not None and stat.started == holder.started:
-                below = descendants(holder.pid, stats)
+                below = _below(holder.pid, table)
                 found[holder] = (
                     holder,
                     *(Holder(host=self._host, pid=s.pid, started=s.started) for s in below),
@@ -220,7 +236,7 @@ class HostProcesses:
             leader = _open(holder.pid, holder.started)
             if leader is not None:
                 watched[holder.pid] = leader
-                for child in descendants(holder.pid, all_stats()):
+                for child in descendants(holder.pid):
                     _watch_too(watched, child.pid, child.started)
                     if _other_namespace(child.pid):
                         inside.add(PID_NAMESPACE)

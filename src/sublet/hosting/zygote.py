@@ -28,7 +28,7 @@ from typing import Any
 
 from sublet.hosting import containment, household, linux
 from sublet.hosting.channel import pair, reachable, receive_with_fds, send_with_fds
-from sublet.hosting.processes import all_stats, children_of
+from sublet.hosting.processes import children_of
 from sublet.hosting.supervisor import spare
 from sublet.hosting.worker import serve
 
@@ -175,7 +175,7 @@ class Zygote:
                     self._sweeper = 0
                 else:
                     self._to_sweep = True
-        for orphan in children_of(os.getpid(), all_stats()):
+        for orphan in children_of(os.getpid()):
             if orphan.pid not in self._supervisors and orphan.pid != self._sweeper:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(orphan.pid, signal.SIGKILL)

@@ -1,8 +1,7 @@
 """Devices: what hosts report, and what operators decide about them.
 
 Rules of this file:
-- A device is of one host. Another may have it when the first is silent or does not report it any more, and nothing of the first is left on it:
-  a cloud gives the same GPU to the next machine, under another name.
+- A device is of one host. Whether another may have it is `core.hosts`' to say; here it is loaded, asked and written.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 
 from sublet.core.device import Device, DeviceState
 from sublet.core.errors import BadInput, NotFound, SubletError
+from sublet.core.hosts import Host, Moves, Stays, may_move
 from sublet.ledger.rows import DEVICE_COLUMNS, SELECT_DEVICE, device_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ledger.waitlist import hand_out
@@ -25,13 +25,15 @@ def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool)
         for device in found
         if (row := tx.row(f"{SELECT_DEVICE} WHERE id = ? AND host <> ?", device.id, host)) is not None
     ]
+    moves: list[Moves] = []
     for _, there in elsewhere:
-        refusal = _not_ours(tx, there)
-        if refusal is not None:
-            return refusal
+        decision = may_move(there, load_host(tx, there.host), tx.pool.policy, tx.now)
+        if isinstance(decision, Stays):
+            return BadInput(decision.reason, remedy=decision.remedy)
+        moves.append(decision)
     _beat(tx, host)
-    for device, there in elsewhere:
-        _move(tx, device, there, host)
+    for (device, there), decision in zip(elsewhere, moves, strict=True):
+        _move(tx, device, there, host, decision)
     known = {d.id: d for d in map(device_of, tx.rows(f"{SELECT_DEVICE} WHERE host = ?", host))}
     changes = [f"+{device.id}" for device, _ in elsewhere]
     for device in found:
@@ -75,27 +77,19 @@ def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool)
     return None
 
 
-def _not_ours(tx: Tx, old: Device) -> SubletError | None:
-    """None when the device may be another host's from now on."""
-    heard = tx.row("SELECT seen_at FROM host WHERE name = ?", old.host)
-    silent = heard is None or heard[0] < tx.now - tx.pool.policy.host_silence_us
-    if not silent and old.state is not DeviceState.LOST:
-        return BadInput(
-            f"device {old.id} already belongs to host {old.host}, whose warden is running",
-            remedy="give each machine its own SUBLET_HOST, and each device one",
-        )
-    if old.leases:
-        return BadInput(
-            f"device {old.id} was on host {old.host}, which is silent, with {old.leases} lease(s) not settled yet",
-            remedy="start the warden of that host again, or wait: they end at their deadlines, and a host silent for the policy's "
-            "host_gone is given up",
-        )
-    return None
+def load_host(tx: Tx, name: str) -> Host | None:
+    row = tx.row("SELECT name, seen_at FROM host WHERE name = ?", name)
+    return Host(name=row[0], seen_at=row[1]) if row is not None else None
 
 
-def _move(tx: Tx, device: FoundDevice, old: Device, host: str) -> None:
-    """What was withheld stays withheld."""
-    state = DeviceState.READY if old.state is DeviceState.LOST else old.state
+def load_hosts(tx: Tx) -> list[Host]:
+    return [
+        Host(name=name, seen_at=seen_at)
+        for name, seen_at in tx.rows("SELECT name, seen_at FROM host ORDER BY name")
+    ]
+
+
+def _move(tx: Tx, device: FoundDevice, old: Device, host: str, decision: Moves) -> None:
     tx.run(
         "UPDATE device SET host = ?, ordinal = ?, name = ?, capacity_bytes = ?, free_bytes = ?, state = ?, note = ? WHERE id = ?",
         host,
@@ -103,11 +97,17 @@ def _move(tx: Tx, device: FoundDevice, old: Device, host: str) -> None:
         device.name,
         device.capacity_bytes,
         device.capacity_bytes,
-        state.value,
-        "" if state is DeviceState.READY else old.note,
+        decision.state.value,
+        decision.note,
         device.id,
     )
-    write_main(tx, "device.moved", "", device.id, {"from": old.host, "to": host, "state": state.value})
+    write_main(
+        tx,
+        "device.moved",
+        "",
+        device.id,
+        {"from": old.host, "to": host, "state": decision.state.value, "reason": decision.reason},
+    )
 
 
 def _beat(tx: Tx, host: str) -> None:

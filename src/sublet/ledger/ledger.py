@@ -20,7 +20,7 @@ from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved, check_key
 from sublet.core.errors import BadInput, SubletError
 from sublet.core.journal import Entry
-from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request
+from sublet.core.lease import HOLDING, EndReason, Holder, Lease, LeaseState, Request
 from sublet.core.meter import Usage
 from sublet.core.policy import Policy
 from sublet.core.price import Price, check_class, check_micro, check_tier
@@ -93,7 +93,12 @@ class SqlLedger(ItemVerbs):
         return self._write(lambda tx: waitlist.acquire(tx, lease_id, secret, request, holder), durable=True)  # type: ignore[no-any-return]
 
     def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
-        return self._write(lambda tx: waitlist.attend(tx, lease_id, secret, explain), durable=False)  # type: ignore[no-any-return]
+        answer: Answer = self._write(lambda tx: waitlist.attend(tx, lease_id, secret, explain), durable=False)
+        if answer.lease.state in HOLDING:
+            # Somebody else's release granted it, and a release need not survive a crash: then the same epoch, and the same memory, would be
+            # granted again while this holder works. Who only waits does not wait for the disk.
+            self.engine.barrier()
+        return answer
 
     def accept(self, lease_id: str, secret: str) -> Answer:
         return self._write(lambda tx: waitlist.accept(tx, lease_id, secret), durable=True)  # type: ignore[no-any-return]

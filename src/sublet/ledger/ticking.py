@@ -7,13 +7,13 @@ Rules of this file:
 
 from __future__ import annotations
 
-from sublet.core import admission, schedule
+from sublet.core import admission, hosts, schedule
 from sublet.core.admission import Grant, Offer
 from sublet.core.lease import EndReason, LeaseState, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
-from sublet.core.values import format_duration
 from sublet.failpoints import failpoint
 from sublet.ledger import leases, waitlist
+from sublet.ledger.devices import load_hosts
 from sublet.ledger.rows import LEASE_BY_ID, SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import HostView, TickResult
@@ -22,8 +22,9 @@ from sublet.ports.processes import Receipt
 
 def tick(tx: Tx, host: str) -> TickResult:
     _ = tx.pool
-    _lose_silent_hosts(tx, host)
-    _give_up_gone_hosts(tx, host)
+    known = load_hosts(tx)
+    _lose(tx, hosts.losses(known, host, tx.pool.policy, tx.now))
+    _give_up(tx, hosts.gone(known, host, tx.pool.policy, tx.now))
     view = waitlist.load_view(tx, with_leases=True)
     failpoint("reaper_after_read")
     decided = schedule.tick(view, tx.now)
@@ -77,35 +78,29 @@ def _apply(tx: Tx, step: Instruction) -> bool:
     return True
 
 
-def _lose_silent_hosts(tx: Tx, own: str) -> None:
-    """Devices of a host whose warden is silent are not granted; their leases run out by themselves."""
-    since = tx.now - tx.pool.policy.host_silence_us
-    for (name,) in tx.rows("SELECT name FROM host WHERE seen_at < ? AND name <> ? ORDER BY name", since, own):
+def _lose(tx: Tx, losses: list[hosts.Loss]) -> None:
+    for loss in losses:
         lost = tx.run(
-            "UPDATE device SET state = 'lost', note = 'its warden is silent' WHERE host = ? AND state = 'ready'",
-            name,
+            "UPDATE device SET state = 'lost', note = ? WHERE host = ? AND state = 'ready'",
+            loss.reason,
+            loss.host,
         )
         if lost:
-            write_main(tx, "host.lost", "", name, {"devices": lost})
+            write_main(tx, "host.lost", "", loss.host, {"devices": lost, "reason": loss.reason})
 
 
-def _give_up_gone_hosts(tx: Tx, own: str) -> None:
-    """A machine that does not come back settles nothing, and its leases would count against their tenants for ever. What was on it is
-    not called clean: its devices are withheld until an operator has looked. A revoked lease whose holder could not hear of it is left alone
-    until it would have expired: so long the holder works by its own clock (L6)."""
-    silence_us = tx.pool.policy.host_gone_us
-    found = tx.rows(
-        "SELECT l.id, l.epoch, l.host FROM lease l JOIN host h ON h.name = l.host "
-        "WHERE l.settled_at = 0 AND l.state = 'ended' AND l.expires_at < ? AND h.seen_at < ? AND h.name <> ? ORDER BY l.id",
-        tx.now,
-        tx.now - silence_us,
-        own,
-    )
-    for lease_id, epoch, name in found:
-        why = f"host {name} has been silent for {format_duration(silence_us)}: nobody can see whether its processes are gone"
-        leases.settle(
-            tx, lease_id, epoch, Receipt(proven=False, ladder="unproven", containment="", detail=why)
-        )
+def _give_up(tx: Tx, gone: list[hosts.Host]) -> None:
+    by_name = {host.name: host for host in gone}
+    if not by_name:
+        return
+    for lease in map(
+        lease_of, tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND state = 'ended' ORDER BY id")
+    ):
+        host = by_name.get(lease.holder.host)
+        why = hosts.given_up(lease, host, tx.pool.policy, tx.now) if host is not None else ""
+        if why:
+            unproven = Receipt(proven=False, ladder="unproven", containment="", detail=why)
+            leases.settle(tx, lease.id, lease.epoch, unproven)
 
 
 def host_view(tx: Tx, host: str, now: int) -> HostView:

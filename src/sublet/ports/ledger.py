@@ -199,8 +199,8 @@ class Ledger(ItemLedger, Protocol):
         """Grant, wait, offer or refuse. Repeating it with the same id returns what the first call did."""
 
     def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
-        """A waiter's sign of life; where it stands now, with position and ETA when it wants them. A grant it tells of may have been made by
-        a release that no crash has to survive: `barrier` before anything is done under it."""
+        """A waiter's sign of life; where it stands now, with position and ETA when it wants them. A grant it tells of survives any crash,
+        whoever made it."""
 
     def accept(self, lease_id: str, secret: str) -> Answer:
         """Take the smaller slice that is on offer."""

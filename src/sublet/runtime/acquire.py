@@ -93,9 +93,6 @@ def _wait(
             if lease.state in (LeaseState.ACTIVE, LeaseState.REVOKING):
                 sent_at = clock.monotonic_us()
                 answer = ledger.renew(LeaseKey(lease_id, lease.epoch, secret))
-                # Somebody else's release granted it, and a release need not survive a crash: then the same epoch, and the same memory, would
-                # be granted again while this holder works.
-                ledger.barrier()
                 return answer, sent_at
             if lease.state is LeaseState.ENDED:
                 raise _refusal(answer)

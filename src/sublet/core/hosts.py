@@ -1,0 +1,106 @@
+"""Hosts that fall silent: what is lost with one, what another may have of it, and when what was on it is given up.
+
+Rules of this file:
+- A silent warden may be dead, or only cut off while its holders work on. Nobody else can see which, so nothing of its host is ever called
+  clean from outside.
+- Three steps, each later than the one before. Its devices are granted to nobody. One with nothing left on it may be another's: a cloud gives
+  the same GPU to the next machine, under another name. What is still not settled after long goes back unproven, and its device is withheld.
+- Whoever asks is heard: no host is silent to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sublet.core.device import Device, DeviceState
+from sublet.core.lease import Lease, LeaseState
+from sublet.core.policy import Policy
+from sublet.core.values import format_duration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    name: str
+    seen_at: int  # the ledger's clock when its warden last spoke
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Its ready devices are lost until its warden reports them again."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """The device is another host's from now on."""
+
+    state: DeviceState
+    note: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stays:
+    reason: str
+    remedy: str
+
+
+def silent(host: Host | None, for_us: int, now: int) -> bool:
+    """None: no warden of that name was ever heard of, or the host was given back."""
+    return host is None or host.seen_at < now - for_us
+
+
+def losses(hosts: Iterable[Host], asking: str, policy: Policy, now: int) -> list[Loss]:
+    """Those whose devices nobody gets any more. Their leases run out by themselves."""
+    return [
+        Loss(host=host.name, reason="its warden is silent")
+        for host in sorted(hosts, key=lambda h: h.name)
+        if host.name != asking and silent(host, policy.host_silence_us, now)
+    ]
+
+
+def may_move(device: Device, owner: Host | None, policy: Policy, now: int) -> Moves | Stays:
+    """Somebody else than its owner reports the device. What was withheld stays withheld, wherever it goes."""
+    unheard = silent(owner, policy.host_silence_us, now)
+    if not unheard and device.state is not DeviceState.LOST:
+        return Stays(
+            reason=f"device {device.id} already belongs to host {device.host}, whose warden is running",
+            remedy="give each machine its own SUBLET_HOST, and each device one",
+        )
+    how = "is silent" if unheard else "does not report it any more"
+    if device.leases:
+        return Stays(
+            reason=f"device {device.id} was on host {device.host}, which {how}, with {device.leases} lease(s) not settled yet",
+            remedy="start the warden of that host again, or wait: they end at their deadlines, and a host silent for the policy's "
+            "host_gone is given up",
+        )
+    state = DeviceState.READY if device.state is DeviceState.LOST else device.state
+    return Moves(
+        state=state,
+        note="" if state is DeviceState.READY else device.note,
+        reason=f"host {device.host} {how}, and nothing of it is left on the device",
+    )
+
+
+def gone(hosts: Iterable[Host], asking: str, policy: Policy, now: int) -> list[Host]:
+    """Those that are given up: a machine that does not come back settles nothing, and its leases would count against their tenants for ever."""
+    return [
+        host
+        for host in sorted(hosts, key=lambda h: h.name)
+        if host.name != asking and silent(host, policy.host_gone_us, now)
+    ]
+
+
+def given_up(lease: Lease, host: Host, policy: Policy, now: int) -> str:
+    """Why a lease on a host that is given up goes back unproven; '' when it is not time. One that was revoked while its holder could not hear
+    of it is left alone until it would have expired: so long the holder works by its own clock (L6)."""
+    over = lease.state is LeaseState.ENDED and not lease.settled_at and lease.expires_at < now
+    if not over or not silent(host, policy.host_gone_us, now):
+        return ""
+    return (
+        f"host {host.name} has been silent for {format_duration(policy.host_gone_us)}: "
+        "nobody can see whether its processes are gone"
+    )
