@@ -41,6 +41,9 @@ UNFETCHED_BYTES = 32 << 20
 #: Smaller buffers are not worth a place of their own in Ray's object store.
 BESIDE_BYTES = 64 << 10
 
+#: Of a worker, to whoever asks for it after the agent was started anew.
+GONE = "its agent does not know it any more"
+
 #: One thing that happened in a call: what, and then whatever belongs to it.
 Event = tuple[Any, ...]
 T = TypeVar("T")
@@ -189,7 +192,7 @@ class Agent:
     async def arm(self, number: str, turn: int, stop_us: int, kill_us: int, confirm: bool) -> dict[str, Any]:
         """`turn` counts them: one that was overtaken on its way is not obeyed any more."""
         hosted = self._hosted.get(number)
-        ending = "its agent does not know it any more" if hosted is None else hosted.worker.ending
+        ending = GONE if hosted is None else hosted.worker.ending
         if hosted is not None and not ending and turn > hosted.armed:
             hosted.armed = turn
             try:
@@ -231,7 +234,7 @@ class Agent:
     async def call(self, number: str, serial: int, target: str, parts: list[Any]) -> tuple[int, list[Event]]:
         hosted = self._hosted.get(number)
         if hosted is None:
-            return 0, [("lost", "its agent does not know it any more", False)]
+            return 0, [("lost", GONE, False, True)]
         if hosted.call is not None:
             hosted.call.leave()  # whoever made it went away in its middle
         running = hosted.call = _Call(asyncio.get_running_loop())
@@ -247,7 +250,7 @@ class Agent:
     async def more(self, number: str, serial: int, seen: int) -> tuple[int, list[Event]]:
         running = self._running(number, serial)
         if running is None:
-            return seen, [("lost", "its agent was started anew", True)]
+            return seen, [("lost", "its agent was started anew", True, True)]
         return await running.fetch(seen)
 
     async def answer(self, number: str, serial: int, fine: bool, parts: list[Any]) -> None:
@@ -271,11 +274,11 @@ def _run(worker: Worker, target: str, parts: list[Any], running: _Call) -> None:
         fine, answer = worker.call_sealed(target, [memoryview(part) for part in parts], running)
         running.over(("done", fine, carried(answer), worker.launches - before))
     except WorkerLost as e:
-        running.over(("lost", e.message, e.begun))
+        running.over(("lost", e.message, e.begun, False))
     except SubletError as e:
         running.over(("refused", e.message, e.remedy))
     except BaseException as e:  # whoever waits must hear of anything
-        running.over(("lost", f"{type(e).__name__}: {e}", True))
+        running.over(("lost", f"{type(e).__name__}: {e}", True, False))
 
 
 def _jobs_over() -> frozenset[str]:

@@ -14,9 +14,11 @@ import hashlib
 import logging
 import os
 import platform
+import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +98,13 @@ class RayPlacement:
             return
         self._reach()
         try:
-            ray.init(
-                address=self._address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            with _own_sigterm():
+                ray.init(
+                    address=self._address,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
         except (RayError, OSError, RuntimeError, ValueError) as e:
             raise self._unreachable(words(e)) from e
 
@@ -230,6 +233,17 @@ class RayPlacement:
                 with contextlib.suppress(RayError):
                     ray.kill(node.agent, no_restart=True)
             self._nodes.clear()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray makes SIGTERM an exit. Whoever listens to it already, as all do that drain, must go on hearing it."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, before)
 
 
 def _offers(node: dict[str, Any]) -> bool:
