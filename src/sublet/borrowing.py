@@ -81,8 +81,9 @@ class GpuRequest:
         still_wanted: Callable[[], None] = lambda: None,
         lease_id: str = "",
         placed: Placement | None = None,
+        place: Callable[[str], Worker] | None = None,
     ) -> None:
-        """`placed`: its worker runs where its devices are, on whichever host; else on this one. `start` makes the worker that will hold it, if not one that is called; `environment` adds to what that one sees; `lease_id` was
+        """`placed`: its worker runs where its devices are, on whichever host; else on this one. `place` starts it there. `start` makes the worker that will hold it, if not one that is called; `environment` adds to what that one sees; `lease_id` was
         noted somewhere before the lease is asked for."""
         if holder not in (None, "process", "worker", "name"):
             raise BadInput(f"holder {holder!r} is unknown: use 'process', 'worker' or 'name'")
@@ -90,6 +91,7 @@ class GpuRequest:
         self._settings = settings
         self._holder = holder or ("worker" if placed is not None or _in_notebook() else "process")
         self._placed = placed if self._holder == "worker" else None
+        self._place = place or (placed.start if placed is not None else None)
         self._on_wait = on_wait
         self._on_offer = on_offer
         self._pid = pid or os.getpid()
@@ -192,7 +194,8 @@ class GpuRequest:
     def _seat(self, lease: Lease, host: str, ledger: Ledger, placed: Placement) -> None:
         if host not in placed.hosts():
             raise NotPlaced(f"host {host} is not up")
-        worker = placed.start(host)
+        assert self._place is not None
+        worker = self._place(host)
         try:
             lease._seated(ledger.seat(lease.key, worker.holder))
         except BaseException:

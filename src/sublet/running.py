@@ -21,13 +21,14 @@ from sublet.core.requeue import Limits
 from sublet.core.values import SECOND_US, check_job, check_name, format_size, parse_duration
 from sublet.hosting.command import find_executable
 from sublet.ports.command import Command
+from sublet.ports.placement import CommandOrder
 from sublet.runs import RunFolder, new_run_id, prune, runs_folder
 from sublet.runtime.acquire import OnWait
 from sublet.runtime.alarms import SIGNALS, Alarms
 from sublet.runtime.command import Exit, Run, Terms
 from sublet.runtime.holding import Lease
 from sublet.settings import SPECS, Settings
-from sublet.wiring import CLOCK, notice_sources, open_ledger, processes, start_command
+from sublet.wiring import CLOCK, notice_sources, open_ledger, placement, places, processes, start_command
 
 DEFAULT_GRACE = "15s"
 #: torchrun's own kill must come a little before ours, so that it is the one that says what happened.
@@ -81,6 +82,7 @@ class Prepared:
     folder: RunFolder
     name: str
     command: tuple[str, ...]
+    named: Mapping[str, str]  # what --env says
     executable: str
     terms: Terms
     checkpoint: Path
@@ -111,6 +113,7 @@ def prepare(wish: Wish, settings: Settings, *, run_id: str = "", unbuffered: boo
         tenant=wish.tenant,
         job=job,
         holder="worker",
+        placed=placement(settings),
         settings=settings,
     )
     grace_us = parse_duration(wish.grace, what="grace")
@@ -125,9 +128,12 @@ def prepare(wish: Wish, settings: Settings, *, run_id: str = "", unbuffered: boo
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, grace_us // SECOND_US - TORCHRUN_MARGIN_S)),
     }
     environment |= settings_as_variables(settings, request.request.tenant)
-    environment |= _pairs(wish.environment)
+    if places(settings) and settings.origin("store") == "default":
+        del environment["SUBLET_STORE"]  # a folder of this machine's; a node has its own
+    named = _pairs(wish.environment)
+    environment |= named
     executable, code = find_executable(wish.command[0], environment.get("PATH", os.defpath))
-    if code:
+    if code and not places(settings):  # a node may have what this machine has not
         how = "is not executable" if code == 126 else "was not found"
         raise CommandNotRun(f"{wish.command[0][:200]!r} {how}; no lease was asked for", exit_code=code)
     terms = Terms(
@@ -149,9 +155,20 @@ def prepare(wish: Wish, settings: Settings, *, run_id: str = "", unbuffered: boo
         folder=RunFolder(runs_folder(settings.home) / run_id),
         name=job,
         command=wish.command,
+        named=named,
         executable=executable,
         terms=terms,
         checkpoint=checkpoint,
+    )
+
+
+def _order(prepared: Prepared) -> CommandOrder:
+    return CommandOrder(
+        command=prepared.command,
+        folder=os.getcwd(),
+        path=prepared.terms.environment.get("PATH", os.defpath),
+        named=prepared.named,
+        grace_us=prepared.terms.grace_us,
     )
 
 
@@ -210,11 +227,17 @@ def go(prepared: Prepared, *, detached: bool, say: Callable[[str], None], on_wai
         still_wanted: Callable[[], None], move_in: Callable[[Lease, Command], Mapping[str, str]]
     ) -> tuple[Lease, Command]:
         started: list[Command] = []
+        placed = placement(settings)
 
         def start() -> Command:
             started.append(
                 start_command(settings, folder, prepared.executable, prepared.command, terms.grace_us)
             )
+            return started[-1]
+
+        def place(host: str) -> Command:
+            assert placed is not None
+            started.append(placed.start_command(host, _order(prepared)))
             return started[-1]
 
         asked = GpuRequest(
@@ -224,6 +247,8 @@ def go(prepared: Prepared, *, detached: bool, say: Callable[[str], None], on_wai
             on_wait=on_wait,
             on_offer=None,
             start=start,
+            placed=placed,
+            place=place,
             environment=lambda lease, worker: move_in(lease, started[-1]),
             still_wanted=still_wanted,
         )

@@ -23,7 +23,7 @@ from sublet.runtime.queues import Queue
 from sublet.runtime.target import check_target
 from sublet.runtime.work import REST_US, Left, Terms, Warnings, Work
 from sublet.settings import Settings
-from sublet.wiring import CLOCK, alarms, open_ledger
+from sublet.wiring import CLOCK, alarms, open_ledger, placement
 
 DEFAULT_GRACE = "15s"
 MOST_BATCH = 10_000
@@ -96,6 +96,7 @@ def prepare(wish: Wish, settings: Settings) -> Prepared:
         wait=wish.wait,
         tenant=wish.tenant,
         holder="worker",
+        placed=placement(settings),
         settings=settings,
     )
     return Prepared(
@@ -137,6 +138,7 @@ def worker(prepared: Prepared, told: Warnings, line: WorkLine) -> Work:
             on_wait=on_wait,
             on_offer=None,
             still_wanted=still_wanted,
+            placed=placement(settings),
         )
         # Not in a `with` block: while there is nothing to do it counts as idle, and may be taken by who has something.
         return asked._keep()

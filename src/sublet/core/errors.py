@@ -186,9 +186,18 @@ class WorkerLost(LeaseLost):
     code = "worker_lost"
     remedy = "call again: a new lease and a new worker are taken; the function must not mind having been begun before"
 
-    def __init__(self, message: str = "", *, begun: bool = True, reason: str = "", remedy: str = "") -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        begun: bool = True,
+        with_host: bool = False,
+        reason: str = "",
+        remedy: str = "",
+    ) -> None:
         super().__init__(message, remedy=remedy)
         self.begun = begun  # False: the call never reached the worker, so repeating it is safe
+        self.with_host = with_host  # True: its host is gone or silent, which no call is to blame for
         self.reason = reason or message  # what ended it, without what follows from it
 
 

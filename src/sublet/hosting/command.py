@@ -23,9 +23,11 @@ from sublet import inside
 from sublet.core.errors import BadInput, Misconfigured, WorkerLost
 from sublet.core.exits import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE
 from sublet.core.lease import Holder
+from sublet.core.notice import Notice
 from sublet.hosting.channel import pair, receive_with_fds, send_with_fds
 from sublet.hosting.processes import ended
 from sublet.ports.command import Left
+from sublet.ports.ledger import LeaseKey
 from sublet.ports.worker import Call, Part, Screen, Sink
 from sublet.runs import RunFolder
 
@@ -195,8 +197,11 @@ class LocalCommand:
 
     # the run's side
 
-    def drain(self, deadline_us: int) -> None:
-        self._order({"drain_us": deadline_us})
+    def entrust(self, key: LeaseKey) -> None:
+        self._run.write_key(key, self._holder.pid, self._holder.started)
+
+    def drain(self, notice: Notice) -> None:
+        self._order({"drain_us": notice.deadline_us})
 
     def fileno(self) -> int:
         return self._control.fileno()

@@ -1,4 +1,4 @@
-"""The agent: sublet's side of one Ray node. It keeps the node's warden, starts leased workers there and passes their calls on.
+"""The agent: sublet's side of one Ray node. It keeps the node's warden, starts leased workers and commands there and passes calls and output on.
 
 Rules of this file:
 - It runs as a detached actor, one per node and ledger, and Ray starts it again when it dies. A worker's supervisor ends the worker when the
@@ -24,9 +24,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sublet.core.errors import SubletError, WorkerLost
+from sublet.core.notice import Notice
+from sublet.placement.node_command import NodeCommand, clear_leftovers
+from sublet.ports.ledger import LeaseKey
 from sublet.ports.worker import Part, Worker
 from sublet.settings import Settings, load_settings
 from sublet.wiring import CLOCK, ensure_warden, workers
@@ -40,6 +44,12 @@ WATCH_SECONDS = 1.0
 UNFETCHED_BYTES = 32 << 20
 #: Smaller buffers are not worth a place of their own in Ray's object store.
 BESIDE_BYTES = 64 << 10
+
+#: Of a worker, to whoever asks for it after the agent was started anew.
+GONE = "its agent does not know it any more"
+
+#: Ray sets these in each of its processes.
+RAYS_OWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "GRPC_POLL_STRATEGY")
 
 #: One thing that happened in a call: what, and then whatever belongs to it.
 Event = tuple[Any, ...]
@@ -76,17 +86,17 @@ class _Call:
         self.replies: queue.SimpleQueue[tuple[bool, list[Part]]] = queue.SimpleQueue()
 
     def text(self, stream: str, text: str) -> None:
-        self._say(("text", stream, text), len(text))
+        self.say(("text", stream, text), len(text))
 
     def show(self, display: bytes) -> None:
-        self._say(("show", bytes(display)), len(display))
+        self.say(("show", bytes(display)), len(display))
 
     def ask(self, head: Mapping[str, Any], parts: Sequence[memoryview]) -> tuple[bool, Sequence[Part]]:
-        self._say(("ask", dict(head), carried(parts)), 0)
+        self.say(("ask", dict(head), carried(parts)), 0)
         return self.replies.get()
 
     def over(self, event: Event) -> None:
-        self._say(event, 0)
+        self.say(event, 0)
 
     def leave(self) -> None:
         """Nobody fetches any more: nothing may wait for that."""
@@ -95,7 +105,7 @@ class _Call:
             self._room.notify_all()
         self.replies.put((False, []))
 
-    def _say(self, event: Event, size: int) -> None:
+    def say(self, event: Event, size: int) -> None:
         with self._room:
             while self._bytes > UNFETCHED_BYTES and not self._left:
                 self._room.wait()
@@ -122,20 +132,32 @@ class _Call:
 
 
 class _Hosted:
-    """A worker, and whose it is."""
+    """A worker or a command, and whose it is."""
 
-    def __init__(self, worker: Worker, job: str) -> None:
+    def __init__(self, worker: Worker, job: str, command: NodeCommand | None = None) -> None:
         self.worker = worker
         self.job = job
+        self.command = command
         self.call: _Call | None = None
         self.serial = 0
         self.armed = 0
+
+    @property
+    def ending(self) -> str:
+        """That a command has left is said after everything it wrote, and nowhere else."""
+        return "" if self.command is not None else self.worker.ending
+
+    def end(self, why: str) -> None:
+        if self.call is not None:
+            self.call.leave()
+        (self.command or self.worker).end(why)
 
 
 class Agent:
     def __init__(self, ledger: str) -> None:
         self._settings = node_settings(ledger)
         self._workers = workers(self._settings)
+        clear_leftovers(self._settings.home)
         self._hosted: dict[str, _Hosted] = {}
         threading.Thread(target=self._watch, name="sublet-agent-watches", daemon=True).start()
 
@@ -161,8 +183,18 @@ class Agent:
             over = _jobs_over()
             for number, hosted in list(self._hosted.items()):
                 if hosted.job in over:
-                    self._end(number, "the process that asked for it is gone")
+                    self._abandoned(number, hosted)
             time.sleep(WATCH_SECONDS)
+
+    def _abandoned(self, number: str, hosted: _Hosted) -> None:
+        """A worker is of no use to anybody any more. A command may have something to save: it is told, and has its grace."""
+        if hosted.command is not None:
+            if hosted.call is not None:
+                hosted.call.leave()
+            hosted.command.abandon()
+            if not hosted.command.command.ending:
+                return
+        self._end(number, "the process that asked for it is gone")
 
     @staticmethod
     async def _aside(work: Callable[[], T]) -> T:
@@ -172,10 +204,13 @@ class Agent:
 
     async def start(self, job: str) -> dict[str, Any]:
         worker = await self._aside(self._workers.start)
+        return self._started(secrets.token_hex(8), _Hosted(worker, job))
+
+    def _started(self, number: str, hosted: _Hosted) -> dict[str, Any]:
+        worker = hosted.worker
         now_us = CLOCK.monotonic_us()
         worker.arm(now_us + UNARMED_US, now_us + UNARMED_US)
-        number = secrets.token_hex(8)
-        self._hosted[number] = _Hosted(worker, job)
+        self._hosted[number] = hosted
         holder = worker.holder
         return {
             "number": number,
@@ -189,7 +224,7 @@ class Agent:
     async def arm(self, number: str, turn: int, stop_us: int, kill_us: int, confirm: bool) -> dict[str, Any]:
         """`turn` counts them: one that was overtaken on its way is not obeyed any more."""
         hosted = self._hosted.get(number)
-        ending = "its agent does not know it any more" if hosted is None else hosted.worker.ending
+        ending = GONE if hosted is None else hosted.ending
         if hosted is not None and not ending and turn > hosted.armed:
             hosted.armed = turn
             try:
@@ -217,21 +252,49 @@ class Agent:
     def _end(self, number: str, why: str) -> None:
         hosted = self._hosted.pop(number, None)
         if hosted is not None:
-            if hosted.call is not None:
-                hosted.call.leave()
-            hosted.worker.end(why)
+            hosted.end(why)
+
+    # commands
+
+    async def start_command(self, job: str, asked: dict[str, Any]) -> dict[str, Any]:
+        number = secrets.token_hex(8)
+        made = await self._aside(lambda: NodeCommand(self._settings, number, asked, _environment()))
+        return self._started(number, _Hosted(made.command, job, made))
+
+    async def begin_command(
+        self, number: str, key: LeaseKey, environment: dict[str, str]
+    ) -> tuple[int, list[Event]]:
+        hosted = self._hosted.get(number)
+        if hosted is None or hosted.command is None:
+            return 0, [("lost", GONE, False, True)]
+        running = hosted.call = _Call(asyncio.get_running_loop())
+        try:
+            await self._aside(partial(hosted.command.begin, key, environment, running.say))
+        except SubletError as e:
+            return 0, [("lost", e.message, False, False)]
+        return await running.fetch(0)
+
+    async def drain(self, number: str, source: str, reason: str, deadline_us: int) -> None:
+        hosted = self._hosted.get(number)
+        if hosted is not None and hosted.command is not None:
+            notice = Notice(source=source, reason=reason, deadline_us=deadline_us)
+            await self._aside(partial(hosted.command.drain, notice))
+
+    async def deafen(self, number: str, stream: int) -> None:
+        hosted = self._hosted.get(number)
+        if hosted is not None and hosted.command is not None:
+            hosted.command.deafen(stream)
 
     # calls
 
     async def around(self) -> dict[str, Any]:
         """What a worker's first call is told of this node: its environment without anything of ours or Ray's, and where modules are."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SUBLET_", "RAY_"))}
-        return {"environment": kept, "path": [place for place in sys.path if place]}
+        return {"environment": _environment(), "path": [place for place in sys.path if place]}
 
     async def call(self, number: str, serial: int, target: str, parts: list[Any]) -> tuple[int, list[Event]]:
         hosted = self._hosted.get(number)
         if hosted is None:
-            return 0, [("lost", "its agent does not know it any more", False)]
+            return 0, [("lost", GONE, False, True)]
         if hosted.call is not None:
             hosted.call.leave()  # whoever made it went away in its middle
         running = hosted.call = _Call(asyncio.get_running_loop())
@@ -247,7 +310,7 @@ class Agent:
     async def more(self, number: str, serial: int, seen: int) -> tuple[int, list[Event]]:
         running = self._running(number, serial)
         if running is None:
-            return seen, [("lost", "its agent was started anew", True)]
+            return seen, [("lost", "its agent was started anew", True, True)]
         return await running.fetch(seen)
 
     async def answer(self, number: str, serial: int, fine: bool, parts: list[Any]) -> None:
@@ -265,17 +328,28 @@ class Agent:
         return hosted.call if hosted is not None and hosted.serial == serial else None
 
 
+def _environment() -> dict[str, str]:
+    """What was so where this node's `ray start` ran, without anything of ours or Ray's. Ray allows its own processes one thread each, among
+    other things: that is not meant for ours."""
+    seen = dict(os.environ)
+    with contextlib.suppress(OSError):
+        pairs = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        raylet = dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
+        seen = {k: raylet.get(k, v) for k, v in seen.items() if k in raylet or k not in RAYS_OWN}
+    return {k: v for k, v in seen.items() if not k.startswith(("SUBLET_", "RAY_"))}
+
+
 def _run(worker: Worker, target: str, parts: list[Any], running: _Call) -> None:
     before = worker.launches
     try:
         fine, answer = worker.call_sealed(target, [memoryview(part) for part in parts], running)
         running.over(("done", fine, carried(answer), worker.launches - before))
     except WorkerLost as e:
-        running.over(("lost", e.message, e.begun))
+        running.over(("lost", e.message, e.begun, False))
     except SubletError as e:
         running.over(("refused", e.message, e.remedy))
     except BaseException as e:  # whoever waits must hear of anything
-        running.over(("lost", f"{type(e).__name__}: {e}", True))
+        running.over(("lost", f"{type(e).__name__}: {e}", True, False))
 
 
 def _jobs_over() -> frozenset[str]:

@@ -14,11 +14,13 @@ import hashlib
 import logging
 import os
 import platform
+import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -26,8 +28,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sublet.core.errors import Misconfigured, NotPlaced
 from sublet.placement.agent import Agent
+from sublet.placement.command import RayCommand, one_stream
 from sublet.placement.worker import RayWorker, words
+from sublet.ports.placement import CommandOrder
 from sublet.wiring import CLOCK
+
+Started = TypeVar("Started", bound=RayWorker)
 
 NAMESPACE = "sublet"
 #: The custom resource of a node that takes part without a GPU that Ray knows of.
@@ -96,12 +102,13 @@ class RayPlacement:
             return
         self._reach()
         try:
-            ray.init(
-                address=self._address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            with _own_sigterm():
+                ray.init(
+                    address=self._address,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
         except (RayError, OSError, RuntimeError, ValueError) as e:
             raise self._unreachable(words(e)) from e
 
@@ -202,16 +209,23 @@ class RayPlacement:
     # workers
 
     def start(self, host: str) -> RayWorker:
+        return self._started(host, RayWorker, lambda agent, job: agent.start.remote(job))
+
+    def start_command(self, host: str, order: CommandOrder) -> RayCommand:
+        asked = {**asdict(order), "merged": one_stream()}
+        return self._started(host, RayCommand, lambda agent, job: agent.start_command.remote(job, asked))
+
+    def _started(self, host: str, kind: type[Started], ask: Callable[[Any, str], Any]) -> Started:
         node = self._node(host)
         job = ray.get_runtime_context().get_job_id()
         try:
-            sent = node.agent.start.remote(job)
+            sent = ask(node.agent, job)
             deadline = time.monotonic() + START_SECONDS
             while not ray.wait([sent], timeout=LOOK_SECONDS)[0]:
                 if time.monotonic() > deadline or host not in self.hosts():
                     raise NotPlaced(f"host {host} did not start a worker in time")
             facts = ray.get(sent)
-            return RayWorker(node.agent, facts, CLOCK.monotonic_us())
+            return kind(node.agent, facts, CLOCK.monotonic_us())
         except RayError as e:
             raise NotPlaced(f"host {host} cannot start a worker: {words(e)}") from e
 
@@ -230,6 +244,17 @@ class RayPlacement:
                 with contextlib.suppress(RayError):
                     ray.kill(node.agent, no_restart=True)
             self._nodes.clear()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray makes SIGTERM an exit. Whoever listens to it already, as all do that drain, must go on hearing it."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, before)
 
 
 def _offers(node: dict[str, Any]) -> bool:

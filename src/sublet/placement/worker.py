@@ -29,7 +29,7 @@ from sublet.hosting.failing import revived
 from sublet.hosting.local import Nobody
 from sublet.hosting.sealed_caller import ScreenListener, opened_answer, plain_screen, result_of, taken
 from sublet.hosting.shipping import UNSENDABLE, Parcel, Shipped
-from sublet.placement.agent import BESIDE_BYTES, Event, carried
+from sublet.placement.agent import BESIDE_BYTES, GONE, Event, carried
 from sublet.ports.worker import Call, Part, Screen, Sink
 from sublet.wiring import CLOCK
 
@@ -63,6 +63,7 @@ class RayWorker:
         self._caller = 0
         self._serial = 0
         self._ending = ""
+        self._host_gone = False  # and that is why
         self._launches = 0
         # How far the other clock is ahead, at least: the answer came back in no time, or it is further.
         self._ahead_us = facts["now_us"] - received_us
@@ -104,7 +105,7 @@ class RayWorker:
                 )
                 self._unconfirmed.append((sent, stop_us))
         except RayError as e:
-            self._end_with(f"its node cannot be reached: {words(e)}")
+            self._end_with(f"its node cannot be reached: {words(e)}", host_gone=True)
             return
         if confirm:
             with contextlib.suppress(RayError):
@@ -114,6 +115,7 @@ class RayWorker:
                 raise WorkerLost(
                     f"the worker ended before it began: {self._ending or 'its node does not answer'}",
                     begun=False,
+                    with_host=True,
                 )
 
     def _hear(self) -> None:
@@ -126,17 +128,17 @@ class RayWorker:
                     said = ray.get(sent)
                     received_us = CLOCK.monotonic_us()
                 except RayError as e:
-                    self._end_with(f"its node was lost: {words(e)}")
+                    self._end_with(f"its node was lost: {words(e)}", host_gone=True)
                     return
                 del self._unconfirmed[: number + 1]  # with it, those it overtook
                 if said["ending"]:
-                    self._end_with(said["ending"])
+                    self._end_with(said["ending"], host_gone=said["ending"] == GONE)
                     return
                 self._learn(said["now_us"], received_us)
                 self._confirmed_us = stop_us
                 break
             if self._confirmed_us is not None and CLOCK.monotonic_us() >= self._confirmed_us:
-                self._end_with("its node did not confirm a renewal in time")
+                self._end_with("its node did not confirm a renewal in time", host_gone=True)
 
     def _learn(self, now_us: int, received_us: int) -> None:
         """What was learnt before holds too, less what the clocks may have drifted since: an answer may have waited here to be read."""
@@ -144,8 +146,9 @@ class RayWorker:
         self._ahead_us = max(now_us - received_us, self._ahead_us - drifted_us)
         self._learnt_us = received_us
 
-    def _end_with(self, why: str) -> None:
-        self._ending = self._ending or why
+    def _end_with(self, why: str, *, host_gone: bool = False) -> None:
+        if not self._ending:
+            self._ending, self._host_gone = why, host_gone
 
     def _connected(self) -> bool:
         """At the end of a process Ray may have left before us, and would start a cluster of its own if it were asked anything."""
@@ -164,7 +167,7 @@ class RayWorker:
         try:
             around = ray.get(self._agent.around.remote(), timeout=CONFIRM_SECONDS)
         except RayError as e:
-            raise self._lost(f"its node was lost: {words(e)}", begun=False) from e
+            raise self._lost(f"its node was lost: {words(e)}", begun=False, host_gone=True) from e
         folder = ""
         with contextlib.suppress(OSError):
             folder = os.getcwd()
@@ -270,7 +273,9 @@ class RayWorker:
     def _carry(self, target: str, parts: Sequence[Part], sink: Sink) -> tuple[bool, list[memoryview], bool]:
         """Send it, pass on what it says, and return its answer and whether it was interrupted."""
         if self.ending:
-            raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
+            raise WorkerLost(
+                f"the worker had ended: {self._ending}", begun=False, with_host=self._host_gone
+            )
         self._serial += 1
         # Held until the answer is here: with the last reference, the object store forgets it.
         stored: Any = carried(parts)
@@ -305,7 +310,7 @@ class RayWorker:
         try:
             return ask()
         except RayError as e:
-            raise self._lost(f"its node was lost: {words(e)}", begun=begun) from e
+            raise self._lost(f"its node was lost: {words(e)}", begun=begun, host_gone=True) from e
 
     def _news(self, waiting: Any) -> tuple[int, list[Event]]:
         while True:
@@ -315,9 +320,9 @@ class RayWorker:
             except GetTimeoutError:
                 pass
             except RayError as e:
-                raise self._lost(f"its node was lost: {words(e)}") from e
+                raise self._lost(f"its node was lost: {words(e)}", host_gone=True) from e
             if self.ending:
-                raise WorkerLost(f"the worker ended: {self._ending}")
+                raise WorkerLost(f"the worker ended: {self._ending}", with_host=self._host_gone)
 
     def _answer_of(self, event: Event) -> Answered:
         if event[0] == "done":
@@ -329,8 +334,8 @@ class RayWorker:
             return fine, [memoryview(bytearray(part)) for part in parts]
         if event[0] == "refused":
             raise BadInput(event[1], remedy=event[2])
-        _, why, begun = event
-        raise self._lost(why, begun=begun)
+        _, why, begun, host_gone = event
+        raise self._lost(why, begun=begun, host_gone=host_gone)
 
     def _happened(self, event: Event, sink: Sink) -> None:
         if event[0] == "text":
@@ -345,9 +350,9 @@ class RayWorker:
             finally:  # it waits for nothing else
                 self._asked(lambda: self._agent.answer.remote(self._number, self._serial, fine, told))
 
-    def _lost(self, why: str, *, begun: bool = True) -> WorkerLost:
-        self._end_with(why)
-        return WorkerLost(f"the worker ended: {self._ending}", begun=begun)
+    def _lost(self, why: str, *, begun: bool = True, host_gone: bool = False) -> WorkerLost:
+        self._end_with(why, host_gone=host_gone)
+        return WorkerLost(f"the worker ended: {self._ending}", begun=begun, with_host=self._host_gone)
 
 
 def words(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Where leased workers run, when that is not this machine.
+"""Where leased workers and commands run, when that is not this machine.
 
 Rules of this port:
 - A placement carries: it starts a worker on a host and takes calls there. Who holds what is the ledger's alone, and a worker dies by its own
@@ -8,9 +8,23 @@ Rules of this port:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+from sublet.ports.command import Command
 from sublet.ports.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandOrder:
+    """A command, as whoever typed it means it; the host finds the folder, the program and the variables there where it has them."""
+
+    command: tuple[str, ...]
+    folder: str
+    path: str  # where its program is looked for, before the host's own
+    named: Mapping[str, str]  # variables given for this command
+    grace_us: int
 
 
 class Placement(Protocol):
@@ -22,6 +36,9 @@ class Placement(Protocol):
 
     def start(self, host: str) -> Worker:
         """Called after the grant, with the host of its devices. Raises `NotPlaced` when the host is not there any more."""
+
+    def start_command(self, host: str, order: CommandOrder) -> Command:
+        """As `start`, for a command that runs there; its standard streams end here."""
 
     def declared(self, host: str) -> str:
         """What SUBLET_DEVICES says there."""

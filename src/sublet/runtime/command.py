@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sublet.core.errors import Disconnected, LeaseLost, Refused, SubletError
+from sublet.core.errors import Disconnected, LeaseLost, NotPlaced, Refused, SubletError
 from sublet.core.exits import INTERRUPTED_CODE, TERMINATED_CODE, Outcome, exit_code
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.notice import Notice, merge
@@ -233,29 +233,32 @@ class Run:
             self._check()
             try:
                 return self._borrow(self._check, self._move_in)
-            except Disconnected as e:
-                # The first time whoever typed the command is told. Later a job is at stake, and ledgers come back.
+            except (Disconnected, NotPlaced) as e:
+                # The first time whoever typed the command is told. Later a job is at stake, and ledgers and nodes come back.
                 waited = self._clock.monotonic_us() - first_asked
                 over = self._terms.wait_us is not None and waited >= self._terms.wait_us
                 if self._tally.restarts == 0:
                     raise
                 if over:
-                    raise Refused(f"the ledger did not answer within --wait: {e.message}") from e
+                    raise Refused(f"there was no answer within --wait: {e.message}") from e
                 self._say(f"{e.message}; asking again")
                 self._sleep(RETRY_US)
 
     def _move_in(self, lease: Lease, command: Command) -> Mapping[str, str]:
         """The files of this lease, and the environment its command will see. Nothing of it runs yet."""
         self._folder.withdraw_notice()
-        self._folder.write_key(lease.key, command.holder.pid, command.holder.started)
+        command.entrust(lease.key)
+        holder = [command.holder.pid, command.holder.started]
+        # A pid of another machine means nothing here, and nobody may take it for one of this.
+        where = {"supervisor": holder} if command.here else {"placed": [command.holder.host, *holder]}
         self._folder.record(
             state="running",
             reason="",
             lease=lease.id,
             epoch=lease.epoch,
             devices=list(lease.devices),
-            supervisor=[command.holder.pid, command.holder.started],
             containment=command.containment,
+            **where,
         )
         return dict(self._terms.environment) | {
             "SUBLET_RESTART_COUNT": str(self._tally.restarts),
@@ -385,7 +388,7 @@ class Run:
             return told
         with contextlib.suppress(OSError):  # a full disk must not keep it from being told
             self._folder.write_notice(nearest, now, self._clock.wall_us())
-        command.drain(nearest.deadline_us)
+        command.drain(nearest)
         if told is None:
             self._say(
                 f"{nearest.reason}; the command has {format_duration(max(0, nearest.deadline_us - now))} to leave"

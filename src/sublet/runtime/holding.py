@@ -261,7 +261,7 @@ class Lease:
                 # That the holder is gone is all the ledger knows of a worker that died by itself; its supervisor knows how.
                 reason = taken if row.reason is not EndReason.HOLDER_LOST else lost.message
         self._lost(why)
-        return WorkerLost(why, begun=lost.begun, reason=reason)
+        return WorkerLost(why, begun=lost.begun, with_host=lost.with_host, reason=reason)
 
     def _adopt(self, worker: Worker, environment: Mapping[str, str]) -> None:
         """Granted: from here on the worker lives as long as the lease does."""

@@ -21,7 +21,16 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from sublet.core.drain import BatchPlan, plan_batch
-from sublet.core.errors import BadInput, CallFailed, Disconnected, LeaseLost, Refused, SubletError, WorkerLost
+from sublet.core.errors import (
+    BadInput,
+    CallFailed,
+    Disconnected,
+    LeaseLost,
+    NotPlaced,
+    Refused,
+    SubletError,
+    WorkerLost,
+)
 from sublet.core.exits import TERMINATED_CODE, Outcome, exit_code
 from sublet.core.items import ItemState, in_turn
 from sublet.core.lease import EndReason, LeaseState
@@ -499,7 +508,7 @@ class Work:
         row = seen.lease
         over = row.reason in _TAKEN if row.state is LeaseState.ENDED else row.ends_at <= seen.at
         over = over or row.state is LeaseState.REVOKING
-        if over or not lost.begun:
+        if over or not lost.begun or lost.with_host:
             return _Taken(lost.message)
         how = lost.message.rpartition("the worker ended: ")[2]
         return _Killed(how.removeprefix("it was killed by ").removeprefix("it "))
@@ -610,12 +619,17 @@ class Work:
             must_wait()
             self._show()
 
+        pause_us = FIRST_PAUSE_US
         while True:
             try:
                 return self._patiently(lambda: borrow(still_wanted), "the ledger")
-            except LeaseLost as e:  # granted and taken again, or its worker ended before it began
+            except (LeaseLost, NotPlaced) as e:  # granted and taken again; its worker never began; no node answers
+                if isinstance(e, NotPlaced) and self.tally.batches == 0:
+                    raise  # nothing was ever done: whoever typed the command is told
+                must_wait()
                 self._line.say(f"{e.message}; asking again")
-                self._pause(FIRST_PAUSE_US)
+                self._pause(pause_us)
+                pause_us = min(LONGEST_PAUSE_US, 2 * pause_us)
                 self._check_told()
 
     def _load(self, lease: Lease | None) -> bool:
