@@ -2,6 +2,7 @@
 
 Rules of this file:
 - As many are open as threads use one at once, not as many as there are threads: a process may have a thousand that wait.
+- Where `most` is given, never more: a thread that finds all of them lent waits for one to come back, and only until its time is over.
 - The one given back last is lent first: its statements are prepared already.
 - A few that nobody uses are kept; more are closed.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -18,42 +20,104 @@ C = TypeVar("C")
 KEPT = 16
 
 
+class AllLent(Exception):
+    """None came back in time."""
+
+
 class Lending(Generic[C]):
-    def __init__(self, make: Callable[[], C], close: Callable[[C], None]) -> None:
+    def __init__(self, make: Callable[[], C], close: Callable[[C], None], *, most: int = 0) -> None:
+        """`most`: how many there may be at once; 0: as many as are asked for."""
         self._make = make
         self._close = close
+        self._most = most
         self._free: list[C] = []
         self._lock = threading.Lock()
+        self._given_back = threading.Condition(self._lock)
+        self._waiting = 0
+        self._making = 0
         self._closed = False
         self.all: list[C] = []
 
-    def take(self) -> C:
+    def take(self, until: float | None = None) -> C:
+        """`until`, by the monotonic clock: how long to wait when all are lent. `AllLent` after it."""
         try:
             return self._free.pop()  # atomic: the hot path takes no lock
         except IndexError:
-            made = self._make()
+            pass
+        if self._most:
+            found = self._wait_for_one(until)
+            if found is not None:
+                return found
+        else:
             with self._lock:
-                self.all.append(made)
-            return made
+                self._making += 1
+        return self._made()
+
+    def _wait_for_one(self, until: float | None) -> C | None:
+        """One that came back, or None: there is room for a new one, and it is counted."""
+        with self._given_back:
+            # Said before looking: whoever gives one back now either sees that somebody waits, or has put it where it is looked for.
+            self._waiting += 1
+            try:
+                while True:
+                    with contextlib.suppress(IndexError):
+                        return self._free.pop()
+                    if len(self.all) + self._making < self._most:
+                        self._making += 1
+                        return None
+                    left = None if until is None else until - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise AllLent
+                    self._given_back.wait(left)
+            finally:
+                self._waiting -= 1
+
+    def _made(self) -> C:
+        try:
+            made = self._make()
+        except BaseException:
+            with self._given_back:
+                self._making -= 1
+                self._given_back.notify()
+            raise
+        with self._lock:
+            self._making -= 1
+            self.all.append(made)
+        return made
 
     def give_back(self, lent: C) -> None:
         if self._closed or len(self._free) >= KEPT:
             self.drop(lent)
-        else:
-            self._free.append(lent)
+            return
+        self._free.append(lent)
+        if self._waiting:
+            with self._given_back:
+                self._given_back.notify()
 
     def drop(self, lent: C) -> None:
         """It is of no more use."""
-        with self._lock, contextlib.suppress(ValueError):
-            self.all.remove(lent)
+        with self._given_back:
+            with contextlib.suppress(ValueError):
+                self.all.remove(lent)
+            self._given_back.notify()
         with contextlib.suppress(Exception):
             self._close(lent)
+
+    def drop_free(self) -> None:
+        """Those nobody uses: what cut one connection has most likely cut them all."""
+        while True:
+            try:
+                unused = self._free.pop()
+            except IndexError:
+                return
+            self.drop(unused)
 
     def close(self) -> None:
         """Also those that are lent: whoever has one is told by its next use."""
         self._closed = True
-        with self._lock:
+        with self._given_back:
             every, self.all, self._free = self.all, [], []
+            self._given_back.notify_all()
         for lent in every:
             with contextlib.suppress(Exception):
                 self._close(lent)

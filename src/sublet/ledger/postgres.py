@@ -4,7 +4,9 @@ Rules of this file:
 - A verb locks its rows first and reads `clock_timestamp()` in a later statement; never both in one.
 - The hot verbs are one function call each (`sql/postgres/0002_hot_verbs.sql`). They do the plain success; anything else
   falls through to the verbs written once for both engines.
-- Two connections per thread: a durable one, and one with `synchronous_commit = off` for what may be lost in a crash.
+- Two kinds of connections: durable ones, and ones with `synchronous_commit = off` for what may be lost in a crash. A process opens at
+  most so many of both, however many threads it has; a thread that finds all of them in use waits for one.
+- Only a server that takes writes is talked to, also for reads: what a standby has not heard of yet would be read as not done.
 - A connection that fails in the middle leaves the outcome unknown. Every verb is idempotent by its key and looks that key
   up under the lock first, so it is simply run again on a new connection, until its patience is over (S5).
 - NOTIFY goes out after the commit, from a thread of its own, so no transaction waits for it.
@@ -42,7 +44,7 @@ from sublet.ledger import migrations, sessions
 from sublet.ledger.credentials import secret_hash
 from sublet.ledger.engine import raised
 from sublet.ledger.ledger import SqlLedger, check_request
-from sublet.ledger.lending import Lending
+from sublet.ledger.lending import AllLent, Lending
 from sublet.ledger.postgres_bell import Listener, Notifier, PostgresBell
 from sublet.ledger.postgres_driver import pg, psycopg
 from sublet.ledger.postgres_items import PostgresItemVerbs
@@ -57,6 +59,15 @@ T = TypeVar("T")
 DEFAULT_PATIENCE_US = 10_000_000
 OPEN_PATIENCE_US = 3_000_000  # a wrong address should be told soon
 CONNECT_SECONDS = 3
+#: Of one process, of both kinds together; the bell has up to two more. `?sublet_connections=N` in the address says otherwise.
+CONNECTIONS = 16
+#: A host that is gone without a word (power, a cut cable) is noticed by the kernel, or a verb would wait for it for a quarter of an hour.
+SILENCE = {
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
 OLDEST_SERVER = 140_000
 LOCK_TIMEOUT = "3s"  # a wait for a row ends here and is tried again, so that patience bounds it too
 STREAMED_ROWS = 2000  # fetched at a time of what may be millions
@@ -170,15 +181,42 @@ class PostgresTx:
             )
 
 
+def _split_option(url: str, name: str) -> tuple[str, str | None]:
+    """The address without an option of ours, and what it said."""
+    found = re.search(rf"[?&]{name}=([^&]*)", url)
+    if found is None:
+        return url, None
+    return re.sub(r"[?&]$", "", re.sub(rf"{name}=[^&]*&?", "", url)), found.group(1)
+
+
 def split_url(url: str) -> tuple[str, str]:
     """The server's URL and our schema, which may be given as `?sublet_schema=NAME`."""
-    found = re.search(r"[?&]sublet_schema=([^&]*)", url)
-    if found is None:
-        return url, "sublet"
-    schema = found.group(1)
-    if not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema):
+    url, schema = _split_option(url, "sublet_schema")
+    if schema is not None and not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema):
         raise BadInput(f"sublet_schema {schema[:40]!r} is not a schema name: use a-z, 0-9 and _")
-    return re.sub(r"[?&]$", "", re.sub(r"sublet_schema=[^&]*&?", "", url)), schema
+    return url, "sublet" if schema is None else schema
+
+
+def split_connections(url: str) -> tuple[str, int]:
+    """The server's URL and how many connections a process may open, which may be given as `?sublet_connections=N`."""
+    url, text = _split_option(url, "sublet_connections")
+    if text is None:
+        return url, CONNECTIONS
+    if not re.fullmatch(r"[0-9]{1,4}", text) or int(text) < 2:
+        raise BadInput(f"sublet_connections {text[:40]!r} is not a number of connections: use 2 to 9999")
+    return url, int(text)
+
+
+def _how_to_connect(url: str) -> dict[str, object]:
+    """What is needed of a connection where the address says nothing of it."""
+    try:
+        said: dict[str, object] = dict(psycopg.conninfo.conninfo_to_dict(url))
+    except psycopg.ProgrammingError:
+        return {}  # connecting says what is wrong with it
+    wanted: dict[str, object] = {k: v for k, v in SILENCE.items() if k not in said}
+    if "," in str(said.get("host", "")) and "target_session_attrs" not in said:
+        wanted["target_session_attrs"] = "read-write"
+    return wanted
 
 
 #: Connections inherited through fork: never used, never closed by the child.
@@ -190,6 +228,8 @@ class PostgresEngine:
 
     def __init__(self, url: str, *, patience_us: int = DEFAULT_PATIENCE_US) -> None:
         self._url, self.schema = split_url(url)
+        self._url, self._connections = split_connections(self._url)
+        self._options = _how_to_connect(self._url)
         self.patience_us = patience_us
         self.skew_us = 0  # for tests: added to the server's clock
         self._pid = os.getpid()
@@ -210,14 +250,24 @@ class PostgresEngine:
             connect_timeout=CONNECT_SECONDS,
             prepare_threshold=1,
             application_name="sublet",
+            **self._options,  # type: ignore[arg-type]
         )
-        connection.execute(
+        try:
+            self._set_up(connection, durable)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _set_up(self, connection: psycopg.Connection[Row], durable: bool) -> None:
+        row = connection.execute(
             "SELECT set_config('search_path', %s, false), set_config('synchronous_commit', %s, false), "
             "set_config('sublet.skew_us', %s, false), set_config('idle_in_transaction_session_timeout', %s, false), "
             "set_config('lock_timeout', %s, false), "
             # Every statement of ours is written for an index. A table that grew since it was last analysed makes the planner sort it whole
             # instead: a million new items, and each pull took a second.
-            "set_config('enable_bitmapscan', 'off', false), set_config('enable_seqscan', 'off', false)",
+            "set_config('enable_bitmapscan', 'off', false), set_config('enable_seqscan', 'off', false), "
+            "pg_is_in_recovery() OR current_setting('transaction_read_only')::boolean",
             (
                 f'"{self.schema}"',
                 "on" if durable else "off",
@@ -225,8 +275,9 @@ class PostgresEngine:
                 IDLE_IN_TRANSACTION,
                 LOCK_TIMEOUT,
             ),
-        )
-        return connection
+        ).fetchone()
+        if row is not None and row[-1]:
+            raise StandbyAnswered
 
     def _connect_relaxed(self) -> psycopg.Connection[Row]:
         return self.connect(durable=False)
@@ -235,7 +286,11 @@ class PostgresEngine:
         """By whether a commit waits for the disk."""
 
         def lending(durable: bool) -> Lending[psycopg.Connection[Row]]:
-            return Lending(lambda: self.connect(durable=durable), lambda connection: connection.close())
+            return Lending(
+                lambda: self.connect(durable=durable),
+                lambda connection: connection.close(),
+                most=self._connections // 2,
+            )
 
         return {durable: lending(durable) for durable in (True, False)}
 
@@ -249,13 +304,15 @@ class PostgresEngine:
             self._listener = self._notifier = None
             self._lock = threading.Lock()
 
-    def _run_on_one(self, durable: bool, work: Callable[[psycopg.Connection[Row]], T]) -> T:
+    def _run_on_one(
+        self, durable: bool, work: Callable[[psycopg.Connection[Row]], T], until: float | None = None
+    ) -> T:
         self._here()
         lending = self._lending[durable]
-        connection = lending.take()
+        connection = lending.take(until)
         while connection.closed or connection.broken:
             lending.drop(connection)
-            connection = lending.take()
+            connection = lending.take(until)
         well = False
         try:
             if self.skew_us or self._skewed:
@@ -283,13 +340,19 @@ class PostgresEngine:
         while True:
             try:
                 with _translated():
-                    return self._run_on_one(durable, work)
+                    return self._run_on_one(durable, work, give_up)
+            except AllLent as all_lent:
+                raise Disconnected(
+                    f"all {self._connections // 2} connections of this process to the ledger's PostgreSQL server were in use; "
+                    "nothing was changed, and nothing is assumed to be held",
+                    remedy="use the ledger from fewer threads at once, or allow more: ?sublet_connections=N in SUBLET_LEDGER",
+                ) from all_lent
             except _Again as again:
+                if again.lost:
+                    self._lending[durable].drop_free()
                 left = give_up - time.monotonic()
                 if left <= 0:
-                    raise Disconnected(
-                        "the ledger's PostgreSQL server does not answer; nothing is assumed to be held"
-                    ) from again.__cause__
+                    raise again.gave_up() from again.__cause__
                 time.sleep(min(pause * (0.5 + secrets.randbelow(1000) / 1000), left))
                 pause = min(pause * 2, 0.25)
 
@@ -422,11 +485,38 @@ class PostgresEngine:
             lending.close()
 
 
+class StandbyAnswered(psycopg.OperationalError):
+    """The server that answered takes no writes."""
+
+
 class _Again(Exception):
     """The transaction may be run again; `lost` says the connection is gone and its outcome unknown."""
 
-    def __init__(self, *, lost: bool) -> None:
+    def __init__(self, what: str = "", *, lost: bool, remedy: str = "") -> None:
         self.lost = lost
+        self._what = what or "the ledger's PostgreSQL server does not answer; nothing is assumed to be held"
+        self._remedy = remedy
+
+    def gave_up(self) -> Disconnected:
+        return Disconnected(self._what, remedy=self._remedy)
+
+
+_LOCKED = (
+    "others held the ledger's rows in PostgreSQL all the time; nothing was changed",
+    "retry; if it stays, look on the server for a session that holds locks (pg_stat_activity)",
+)
+_STANDBY = (
+    "the PostgreSQL server that answers is a standby, or set to read only; nothing was changed, and nothing is assumed to be held",
+    "name the primary in SUBLET_LEDGER, or all of them: postgresql://user@one,two/database finds the one that takes writes",
+)
+_FULL = (
+    "the ledger's PostgreSQL server has no connection left for this process; nothing was changed, and nothing is assumed to be held",
+    "raise max_connections on the server, or let each process open fewer: ?sublet_connections=N in SUBLET_LEDGER "
+    f"({CONNECTIONS} unless told, and two for wake-ups)",
+)
+#: What a server says that is full, or a standby. A connection that was never made has no error code.
+_SAYS_FULL = ("too many clients", "too many connections", "remaining connection slots")
+_SAYS_STANDBY = ("session is read-only", "server is in hot standby mode")
 
 
 @contextlib.contextmanager
@@ -434,7 +524,10 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (pg.SerializationFailure, pg.DeadlockDetected, pg.LockNotAvailable, pg.UniqueViolation) as e:
-        raise _Again(lost=False) from e
+        raise _Again(_LOCKED[0], lost=False, remedy=_LOCKED[1]) from e
+    except (StandbyAnswered, pg.ReadOnlySqlTransaction) as e:
+        # During a failover the old primary may answer for a moment, or the new one before it was promoted.
+        raise _Again(_STANDBY[0], lost=True, remedy=_STANDBY[1]) from e
     except (pg.InvalidPassword, pg.InvalidAuthorizationSpecification, pg.InvalidCatalogName) as e:
         raise Misconfigured(
             "the PostgreSQL server refused the ledger's credentials or database",
@@ -463,12 +556,15 @@ def _translated() -> Iterator[None]:
         raise
     except (
         psycopg.OperationalError,
-        pg.ReadOnlySqlTransaction,
         pg.AdminShutdown,
         pg.IdleInTransactionSessionTimeout,
         ConnectionDropped,
     ) as e:
-        # A server that restarts, a dropped connection, a standby that answers: another try may reach the primary.
+        # A server that restarts, a dropped connection: another try may reach it.
+        if any(words in str(e) for words in _SAYS_FULL):
+            raise _Again(_FULL[0], lost=False, remedy=_FULL[1]) from e
+        if any(words in str(e) for words in _SAYS_STANDBY):
+            raise _Again(_STANDBY[0], lost=True, remedy=_STANDBY[1]) from e
         if "password authentication" in str(e) or "does not exist" in str(e):
             raise Misconfigured(
                 "the PostgreSQL server refused the ledger's credentials or database",
