@@ -354,13 +354,17 @@ class Replay:
                     raise InvariantBroken(f"lease {news.lease.id} was over as it was granted")
                 self._got(session, news.lease)
             elif news.happened is Happened.REVOKED:
-                session.told = True
-                if session.doing is Doing.RESTING:
-                    self._gives_back(session)
-                else:
-                    self._looked_at_when_over(news.lease)
+                self._hears(session, news.lease)
             else:
                 self._cut_off(session)
+
+    def _hears(self, session: _Session, lease: Lease) -> None:
+        """That its lease is revoked: one that rests goes at once."""
+        session.told = True
+        if session.doing is Doing.RESTING:
+            self._gives_back(session)
+        else:
+            self._looked_at_when_over(lease)
 
     def _cut_off(self, session: _Session) -> None:
         if session.doing in (Doing.RESTORING, Doing.RUNNING):
