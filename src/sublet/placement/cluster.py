@@ -211,8 +211,8 @@ class RayPlacement:
 
     # workers
 
-    def start(self, host: str) -> RayWorker:
-        return self._started(host, RayWorker, lambda agent, job: agent.start.remote(job))
+    def start(self, host: str, tenant: str = "") -> RayWorker:
+        return self._started(host, RayWorker, lambda agent, job: agent.start.remote(job, tenant))
 
     def start_command(self, host: str, order: CommandOrder) -> RayCommand:
         asked = {**asdict(order), "merged": one_stream()}
