@@ -41,7 +41,6 @@ from sublet.wiring import (
     open_ledger,
     open_session,
     placement,
-    places,
     processes,
     workers,
 )
@@ -121,12 +120,8 @@ class GpuRequest:
             )
         if self._placed is not None:
             return self._ask_placed(ledger, self._placed)
-        if places(self._settings) and self._holder != "name" and not ledger.devices(self.request.host):
-            raise Misconfigured(
-                f"this holds a GPU of the machine it runs on, and {self.request.host} has none in the ledger: only leased workers are placed "
-                "on other nodes",
-                remedy="start it on a node that has the GPU; or use on_gpu, or holder='worker'",
-            )
+        if self._holder != "name":
+            self._must_have_its_own(ledger)
         worker = self._start() if self._holder == "worker" else None
         try:
             holder = worker.holder if worker is not None else self._who()
@@ -152,6 +147,19 @@ class GpuRequest:
         # It may have left, idle, between our look and our grant.
         ensure_warden(self._settings, wait=False)
         return lease
+
+    def _must_have_its_own(self, ledger: Ledger) -> None:
+        """Where work is placed, a process that holds a GPU itself must be on a node that has one."""
+        around = placement(self._settings)
+        if around is None:
+            return
+        around.ready()  # if this is one of its nodes, its devices are in the ledger from here on
+        if not ledger.devices(self.request.host):
+            raise Misconfigured(
+                f"this process would hold a GPU of the machine it runs on, and {self.request.host} is no node of the cluster with a GPU; "
+                "nothing was leased",
+                remedy="let the cluster run it: sublet run -- python train.py; or call what needs the GPU by on_gpu or holder='worker'",
+            )
 
     def _ask_placed(self, ledger: Ledger, placed: Placement) -> Lease:
         """The grant first, then a worker where its devices are. A host that cannot start one is not asked again: the ledger may believe

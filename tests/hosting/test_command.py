@@ -44,7 +44,7 @@ STUBBORN = """
 """
 
 
-def told(deadline_us: int) -> Notice:
+def notice_at(deadline_us: int) -> Notice:
     return Notice(source="test", reason="it has to leave", deadline_us=deadline_us)
 
 
@@ -136,7 +136,7 @@ def test_a_tree_that_ignores_everything_is_gone_after_its_grace(rig: Rig, contai
     rig.begin(made)
     wait_until(up.exists)
     assert len(marked(rig.mark)) == 3
-    made.drain(told(now_us() + 200_000))
+    made.drain(notice_at(now_us() + 200_000))
     left = awaited(made)
     assert marked(rig.mark) == []
     assert left == Left(code=137, why="its grace is over", killed=True)
@@ -226,7 +226,7 @@ def test_the_leader_is_told_first_and_its_children_when_it_has_left(rig: Rig, co
     made = rig.start(LOADER, str(notes), "0.4")
     rig.begin(made)
     wait_until(lambda: len(_notes(notes)) == 3)
-    made.drain(told(now_us() + 20_000_000))
+    made.drain(notice_at(now_us() + 20_000_000))
     assert awaited(made) == Left(code=85)
     assert _notes(notes)[3:] == ["leader", "left", "child", "child"]
 
@@ -236,7 +236,7 @@ def test_children_hear_of_it_shortly_before_the_deadline_of_a_leader_that_stays(
     made = rig.start(LOADER, str(notes), "1000")
     rig.begin(made)
     wait_until(lambda: len(_notes(notes)) == 3)
-    made.drain(told(now_us() + 2_000_000))
+    made.drain(notice_at(now_us() + 2_000_000))
     assert awaited(made).killed
     assert _notes(notes)[3:] == ["leader", "child", "child"]
 
@@ -254,10 +254,10 @@ def test_it_is_told_once_and_a_nearer_deadline_counts(rig: Rig) -> None:
     made = rig.start(COUNTS, str(told))
     rig.begin(made)
     wait_until(told.exists)
-    made.drain(told(now_us() + FAR_US))
+    made.drain(notice_at(now_us() + FAR_US))
     wait_until(lambda: told.read_text() == "t")
-    made.drain(told(now_us() + 2 * FAR_US))
-    made.drain(told(now_us() + 300_000))
+    made.drain(notice_at(now_us() + 2 * FAR_US))
+    made.drain(notice_at(now_us() + 300_000))
     assert awaited(made).killed
     assert told.read_text() == "t"
 
@@ -268,7 +268,7 @@ def test_a_stopped_command_hears_it_too(rig: Rig) -> None:
     rig.begin(made)
     wait_until(told.exists)
     os.kill(made.command_pid, signal.SIGSTOP)
-    made.drain(told(now_us() + 2_000_000))
+    made.drain(notice_at(now_us() + 2_000_000))
     wait_until(lambda: told.read_text() == "t")
 
 
@@ -293,7 +293,7 @@ def test_a_renewal_moves_the_deadline_but_not_that_of_a_drain(rig: Rig) -> None:
     made.arm(now_us() + FAR_US, now_us() + FAR_US)
     time.sleep(1.7)
     assert made.left() is None
-    made.drain(told(now_us() + 200_000))
+    made.drain(notice_at(now_us() + 200_000))
     made.arm(now_us() + FAR_US, now_us() + FAR_US)
     assert awaited(made).killed
 

@@ -56,6 +56,7 @@ class LocalCommand:
     """Implements `ports.command.Command`."""
 
     here = True
+    host_lost = ""
 
     def __init__(
         self,

@@ -262,6 +262,7 @@ class LocalWorker:
     """Implements `ports.worker.Worker`."""
 
     here = True
+    host_lost = ""
 
     def __init__(
         self, ask: Callable[[list[int]], None], host: str, household: Household | None = None

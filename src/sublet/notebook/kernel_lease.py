@@ -54,6 +54,7 @@ class _Holder:
     """Implements `ports.worker.Worker` for a kernel that runs already: the lease is handed to it, it is not begun by it."""
 
     here = True
+    host_lost = ""
 
     def __init__(self, command: Command) -> None:
         self._command = command

@@ -29,11 +29,12 @@ from typing import Any, TypeVar
 
 from sublet.core.errors import SubletError, WorkerLost
 from sublet.core.notice import Notice
+from sublet.hosting.tenant_numbers import TenantNumbers
 from sublet.placement.node_command import NodeCommand, clear_leftovers
 from sublet.ports.ledger import LeaseKey
-from sublet.ports.worker import Part, Worker
+from sublet.ports.worker import Part, Worker, Workers
 from sublet.settings import Settings, load_settings
-from sublet.wiring import CLOCK, ensure_warden, workers
+from sublet.wiring import CLOCK, ensure_warden, tenant_workers, workers
 
 #: An answer without news comes after so long: to whoever waits it is a sign of life.
 NEWS_SECONDS = 2.0
@@ -157,6 +158,7 @@ class Agent:
     def __init__(self, ledger: str) -> None:
         self._settings = node_settings(ledger)
         self._workers = workers(self._settings)
+        self._numbers = TenantNumbers(self._settings.home / "tenant-numbers.json")
         clear_leftovers(self._settings.home)
         self._hosted: dict[str, _Hosted] = {}
         threading.Thread(target=self._watch, name="sublet-agent-watches", daemon=True).start()
@@ -202,11 +204,25 @@ class Agent:
 
     # workers
 
-    async def start(self, job: str) -> dict[str, Any]:
-        worker = await self._aside(self._workers.start)
-        return self._started(secrets.token_hex(8), _Hosted(worker, job))
+    async def start(self, job: str, tenant: str = "") -> dict[str, Any]:
+        worker = await self._aside(lambda: self._workers_of(tenant).start())
+        return self._started(secrets.token_hex(8), _Hosted(worker, job), tenant)
 
-    def _started(self, number: str, hosted: _Hosted) -> dict[str, Any]:
+    def _workers_of(self, tenant: str) -> Workers:
+        """A studio's tenants are kept apart on each node as on the studio's own machine."""
+        return tenant_workers(self._settings, self._numbers.of(tenant)) if tenant else self._workers
+
+    async def begin(self, number: str, lease_id: str, epoch: int, environment: dict[str, str]) -> str:
+        """Of a tenant's worker, which sees nothing of whoever asked for it. What went wrong; '' when nothing did."""
+        if (hosted := self._hosted.get(number)) is None:
+            return GONE
+        try:
+            await self._aside(partial(hosted.worker.begin, lease_id, epoch, environment))
+        except SubletError as e:
+            return e.message
+        return ""
+
+    def _started(self, number: str, hosted: _Hosted, tenant: str = "") -> dict[str, Any]:
         worker = hosted.worker
         now_us = CLOCK.monotonic_us()
         worker.arm(now_us + UNARMED_US, now_us + UNARMED_US)
@@ -218,6 +234,7 @@ class Agent:
             "pid": holder.pid,
             "started": holder.started,
             "containment": worker.containment,
+            "tenant": tenant,
             "now_us": CLOCK.monotonic_us(),
         }
 

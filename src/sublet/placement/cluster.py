@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray._private import worker
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -111,6 +112,8 @@ class RayPlacement:
                 )
         except (RayError, OSError, RuntimeError, ValueError) as e:
             raise self._unreachable(words(e)) from e
+        # What Ray says of lost nodes goes to standard output, which is the command's or the user's own. We say it where it belongs.
+        worker._worker_logs_enabled = False
 
     def _reach(self) -> None:
         """Ray itself would wait for a head that is not there for minutes."""
@@ -208,8 +211,8 @@ class RayPlacement:
 
     # workers
 
-    def start(self, host: str) -> RayWorker:
-        return self._started(host, RayWorker, lambda agent, job: agent.start.remote(job))
+    def start(self, host: str, tenant: str = "") -> RayWorker:
+        return self._started(host, RayWorker, lambda agent, job: agent.start.remote(job, tenant))
 
     def start_command(self, host: str, order: CommandOrder) -> RayCommand:
         asked = {**asdict(order), "merged": one_stream()}

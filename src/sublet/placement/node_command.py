@@ -103,14 +103,14 @@ class NodeCommand:
         self.command.entrust(key)
         if self._said:
             say(("out", STDERR, self._said.encode()), len(self._said))
-        seen = placed_environment(
-            environment, self._named, self._around, self._of_this_node(environment)
-        )
+        seen = placed_environment(environment, self._named, self._around, self._of_this_node(environment))
         self.command.begin(key.lease_id, key.epoch, seen)
         threading.Thread(target=self._pass_on, args=(say,), name="sublet-command", daemon=True).start()
 
     def _of_this_node(self, environment: Mapping[str, str]) -> dict[str, str]:
-        ours = {f"SUBLET_{name.upper()}": self._settings[name] for name in ("home", "host", "devices", "ledger")}
+        ours = {
+            f"SUBLET_{name.upper()}": self._settings[name] for name in ("home", "host", "devices", "ledger")
+        }
         if not environment.get("SUBLET_STORE"):
             ours["SUBLET_STORE"] = self._settings["store"]
         kept = environment.get("SUBLET_CHECKPOINT_DIR", "")

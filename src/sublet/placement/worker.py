@@ -57,6 +57,7 @@ class RayWorker:
         self._number: str = facts["number"]
         self._holder = Holder(host=facts["host"], pid=facts["pid"], started=facts["started"])
         self._containment: str = facts["containment"]
+        self._of_tenant: bool = facts["tenant"] != ""
         self._pid = os.getpid()
         self._shipped = Shipped()
         self._lock = threading.Lock()
@@ -90,6 +91,10 @@ class RayWorker:
         if not self._ending and self._pid == os.getpid() and self._connected():
             self._hear()
         return self._ending
+
+    @property
+    def host_lost(self) -> str:
+        return self._ending if self.ending and self._host_gone else ""
 
     # the lease's side
 
@@ -163,7 +168,10 @@ class RayWorker:
             self._agent.warn.remote(self._number)
 
     def begin(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
-        """In the folder and with the modules of this process, where the node has them too."""
+        """In the folder and with the modules of this process, where the node has them too. A tenant's sees nothing of this process."""
+        if self._of_tenant:
+            self._begin_there(lease_id, epoch, environment)
+            return
         try:
             around = ray.get(self._agent.around.remote(), timeout=CONFIRM_SECONDS)
         except RayError as e:
@@ -184,6 +192,15 @@ class RayWorker:
             raise self._lost(
                 f"it could not begin: {bytes(answer[0][:500]).decode(errors='replace')}", begun=False
             )
+
+    def _begin_there(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
+        try:
+            sent = self._agent.begin.remote(self._number, lease_id, epoch, dict(environment))
+            failed = ray.get(sent, timeout=CONFIRM_SECONDS)
+        except RayError as e:
+            raise self._lost(f"its node was lost: {words(e)}", begun=False, host_gone=True) from e
+        if failed:
+            raise self._lost(f"it could not begin: {failed}", begun=False)
 
     def end(self, why: str) -> None:
         if self._pid != os.getpid():
@@ -273,9 +290,7 @@ class RayWorker:
     def _carry(self, target: str, parts: Sequence[Part], sink: Sink) -> tuple[bool, list[memoryview], bool]:
         """Send it, pass on what it says, and return its answer and whether it was interrupted."""
         if self.ending:
-            raise WorkerLost(
-                f"the worker had ended: {self._ending}", begun=False, with_host=self._host_gone
-            )
+            raise WorkerLost(f"the worker had ended: {self._ending}", begun=False, with_host=self._host_gone)
         self._serial += 1
         # Held until the answer is here: with the last reference, the object store forgets it.
         stored: Any = carried(parts)

@@ -34,8 +34,9 @@ class Placement(Protocol):
     def hosts(self) -> frozenset[str]:
         """The hosts, by their names in the ledger, on which a worker can be started now."""
 
-    def start(self, host: str) -> Worker:
-        """Called after the grant, with the host of its devices. Raises `NotPlaced` when the host is not there any more."""
+    def start(self, host: str, tenant: str = "") -> Worker:
+        """Called after the grant, with the host of its devices. Raises `NotPlaced` when the host is not there any more. One of a studio's
+        tenant is kept apart from the others' there, and sees nothing of whoever asked for it."""
 
     def start_command(self, host: str, order: CommandOrder) -> Command:
         """As `start`, for a command that runs there; its standard streams end here."""

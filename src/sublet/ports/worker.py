@@ -68,6 +68,10 @@ class Worker(Protocol):
     def ending(self) -> str:
         """Why it ended; '' while it lives."""
 
+    @property
+    def host_lost(self) -> str:
+        """Why the host it ran on is taken for gone; '' while it is not. Asked of those that are not here."""
+
     def begin(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
         """Called once, after the lease was granted and armed."""
 

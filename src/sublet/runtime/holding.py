@@ -98,6 +98,11 @@ class Lease:
         return self._worker is None or self._worker.here
 
     @property
+    def host_lost(self) -> str:
+        """Why the host its work ran on is taken for gone; '' while it is not. Its slices stay taken until that host's warden has looked."""
+        return "" if self._worker is None or self._worker.here else self._worker.host_lost
+
+    @property
     def tenant(self) -> str:
         return self._row.tenant
 
@@ -328,6 +333,10 @@ class Lease:
         self._on_release(self)
         try:
             # The ledger first: a worker that ends before would look like one that was lost.
+            if self.host_lost:
+                self._ledger.end(
+                    self._row.id, self.epoch, reason=EndReason.HOLDER_LOST, detail=self.host_lost[:500]
+                )
             self._ledger.release(
                 self._row.id,
                 self._secret,

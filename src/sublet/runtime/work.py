@@ -623,7 +623,10 @@ class Work:
         while True:
             try:
                 return self._patiently(lambda: borrow(still_wanted), "the ledger")
-            except (LeaseLost, NotPlaced) as e:  # granted and taken again; its worker never began; no node answers
+            except (
+                LeaseLost,
+                NotPlaced,
+            ) as e:  # granted and taken again; its worker never began; no node answers
                 if isinstance(e, NotPlaced) and self.tally.batches == 0:
                     raise  # nothing was ever done: whoever typed the command is told
                 must_wait()

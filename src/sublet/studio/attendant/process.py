@@ -22,6 +22,7 @@ from sublet.core.errors import Disconnected, InvariantBroken, NotFound, SubletEr
 from sublet.core.session import StudioSession
 from sublet.core.values import DAY_US
 from sublet.hosting.single import Taken, held, say_ready
+from sublet.hosting.tenant_numbers import TenantNumbers
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.ports.topics import session_topic
 from sublet.ports.worker import Worker
@@ -29,7 +30,6 @@ from sublet.settings import Settings, load_settings
 from sublet.studio.attendant import finding
 from sublet.studio.attendant.serving import Server
 from sublet.studio.attendant.stay import Stay
-from sublet.studio.attendant.tenants import TenantNumbers
 from sublet.wiring import open_ledger, tenant_workers
 
 LOOK_EVERY_US = 1_000_000
@@ -82,6 +82,8 @@ class Attendant:
     def look(self) -> None:
         found = self._ledger.host_sessions(self._settings["host"])
         by_id = {answer.session.id: answer for answer in found}
+        for stay in list(self._stays.values()):
+            stay.look_after()
         holding = {session_id: stay.held for session_id, stay in self._stays.items()}
         for errand in errands([(a.session, a.lease) for a in found], holding):
             try:

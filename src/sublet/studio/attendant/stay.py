@@ -41,7 +41,7 @@ from sublet.settings import Settings
 from sublet.store.checkpoints import CheckpointStore
 from sublet.studio.attendant.record import CHUNK_BYTES, Bytes, Record
 from sublet.studio.state import load_state, save_state
-from sublet.wiring import checkpoints, opening_of
+from sublet.wiring import checkpoints, opening_of, placement
 
 #: Between two looks whether a question is still worth waiting for an answer to.
 LOOK_SECONDS = 0.25
@@ -73,6 +73,7 @@ class Stay:
         self._running: Record | None = None
         self._lease: Lease | None = None
         self._worker: Worker | None = None
+        self._given_up: Lease | None = None
         self._opening = False
         self._opened = threading.Event()
         self._number = 0
@@ -98,6 +99,20 @@ class Stay:
         """It has a lease, or waits for one."""
         lease = self._lease
         return self._opening or (lease is not None and lease.status != "ended")
+
+    def look_after(self) -> None:
+        """Called at every look: a lease whose host is gone is given up, so that the ledger says what became of the session."""
+        lease = self._lease
+        if lease is None or self._opening or lease is self._given_up or not lease.host_lost:
+            return
+        self._given_up = lease
+        self._log(f"session {self.session.id}: {lease.host_lost}")
+        threading.Thread(target=self._give_up, args=(lease,), name="gives-up", daemon=True).start()
+
+    @staticmethod
+    def _give_up(lease: Lease) -> None:
+        with contextlib.suppress(SubletError):
+            lease.release()
 
     # errands
 
@@ -174,10 +189,13 @@ class Stay:
                 self._let_go()
 
     def _acquired(self, session: StudioSession, lease_id: str) -> Lease:
+        placed = placement(self._settings)
         request = GpuRequest(
             self._settings,
-            replace(session.request, host=self._settings["host"]),
+            replace(session.request, host="" if placed is not None else self._settings["host"]),
             holder="worker",
+            placed=placed,
+            place=lambda host: self._placed_on(host, session),
             on_wait=None,
             on_offer=self._offered if session.request.wants_offers else None,
             start=lambda: self._started(session),
@@ -199,6 +217,12 @@ class Stay:
 
     def _started(self, session: StudioSession) -> Worker:
         self._worker = self._start(session)
+        return self._worker
+
+    def _placed_on(self, host: str, session: StudioSession) -> Worker:
+        placed = placement(self._settings)
+        assert placed is not None
+        self._worker = placed.start(host, session.tenant)
         return self._worker
 
     def _warn(self, lease: Lease) -> None:
