@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from sublet.settings import load_settings
-from sublet.studio.limits import Buckets, Crowd, Limits
+from sublet.studio.limits import MIB, Buckets, Crowd, Limits
 from sublet.studio.wire import TooManyNow
 from tests.ledger.rig import Rig
 from tests.runtime.conftest import wait_until
 from tests.studio.running import WIDE, Running, add_session, running, settings_of
+from tests.studio.test_wire import check_shape
 
 
 @contextlib.contextmanager
@@ -112,6 +113,94 @@ def test_a_body_that_is_too_large_is_refused(sqlite: Rig, tmp_path: Path, how: s
             assert answer.startswith(b"HTTP/1.1 413 "), answer[:100]
             assert b"connection: close" in answer
         assert studio.ask("GET", "/healthz").status == 200
+
+
+@pytest.mark.parametrize("how", ["length", "chunked"])
+@pytest.mark.parametrize("what", ["run", "nowhere", "no token", "get"])
+def test_who_sends_everything_before_it_reads_is_told_why_not(
+    sqlite: Rig, tmp_path: Path, how: str, what: str
+) -> None:
+    """The refusal was sent long before: a connection that ends while its client still sends takes it along."""
+    pieces = 40 if what == "run" else 8
+    with limited(sqlite, tmp_path) as studio:
+        token = studio.token("ann")
+        session = add_session(studio.ledger, "ann")
+        if what == "no token":
+            token = "none"
+        path = "/v1/nowhere" if what == "nowhere" else f"/v1/sessions/{session}/run"
+        line = f"GET /v1/sessions/{session}" if what == "get" else f"POST {path}"
+        head = f"{line} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+        with studio.connect() as sock:
+            if how == "length":
+                sock.sendall(f"{head}Content-Length: {pieces * MIB}\r\n\r\n".encode())
+                for _ in range(pieces):
+                    sock.sendall(b" " * MIB)
+            else:
+                sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+                for _ in range(pieces):
+                    sock.sendall(b"100000\r\n" + b" " * MIB + b"\r\n")
+                sock.sendall(b"0\r\n\r\n")
+            answer = rest(sock)
+        begin, _, body = answer.partition(b"\r\n\r\n")
+        headers = {
+            name.lower(): value
+            for name, _, value in (h.partition(": ") for h in begin.decode().split("\r\n"))
+        }
+        status = {"run": b"413", "get": b"413", "nowhere": b"404", "no token": b"401"}[what]
+        assert answer[9:12] == status, answer[:100]
+        check_shape(body, headers)
+        wait_until(lambda: not studio.server.server_state.connections)
+
+
+def test_who_never_stops_sending_is_cut_off(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, unread_bytes=8 * MIB) as studio:
+        head = f"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {studio.token('ann')}\r\n"
+        with studio.connect() as sock:
+            sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+            sent = 0
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                while True:
+                    sock.sendall(b"100000\r\n" + b" " * MIB + b"\r\n")
+                    sent += MIB
+        wait_until(lambda: not studio.server.server_state.connections)
+        assert sent < 40 * MIB  # what was taken, and what the kernel holds of both sides
+        assert studio.ask("GET", "/v1/me", studio.token("ann")).status == 200
+
+
+@pytest.mark.parametrize("how", ["silent", "drips"])
+def test_who_sends_the_rest_slowly_is_cut_off(sqlite: Rig, tmp_path: Path, how: str) -> None:
+    with limited(sqlite, tmp_path, unread_seconds=1.0, unread_silent_seconds=0.3) as studio:
+        head = f"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {studio.token('ann')}\r\n"
+        with studio.connect() as sock:
+            sock.sendall(f"{head}Content-Length: {100 * MIB}\r\n\r\n".encode())
+            assert sock.recv(100).startswith(b"HTTP/1.1 413 ")
+            if how == "drips":
+                with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                    while True:
+                        sock.sendall(b" ")
+                        time.sleep(0.02)
+            wait_until(lambda: not studio.server.server_state.connections)
+        assert studio.service.unread.count("ann") == 0
+
+
+def test_so_many_are_let_finish_and_the_next_is_cut_at_once(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, unread_connections=2) as studio:
+        head = f"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {studio.token('ann')}\r\n"
+
+        def refused() -> socket.socket:
+            sock = studio.connect()
+            sock.sendall(f"{head}Content-Length: {100 * MIB}\r\n\r\n".encode())
+            assert sock.recv(100).startswith(b"HTTP/1.1 413 ")
+            return sock
+
+        with refused(), refused():
+            wait_until(lambda: studio.service.unread.count("ann") == 2)
+            with refused() as third:
+                wait_until(lambda: len(studio.server.server_state.connections) == 2)
+                with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                    while True:
+                        third.sendall(b" " * MIB)
+        wait_until(lambda: studio.service.unread.count("ann") == 0)
 
 
 def test_a_get_reads_no_body(sqlite: Rig, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from starlette.types import Scope as ASGIScope
 from sublet.core.errors import Forbidden, InvariantBroken, Unauthorized
 from sublet.core.token import Credential, Scope
 from sublet.runtime.tokens import authenticate
-from sublet.studio.limits import BoundedBody, drained
+from sublet.studio.limits import BoundedBody
 from sublet.studio.service import Service, Visit
 from sublet.studio.wire import BodyTooLarge, TooManyNow, TooSlow
 
@@ -124,9 +124,6 @@ class StudioRoute(APIRoute):
                     error.__cause__, BodyTooLarge | TooSlow
                 ):
                     await _penalised(service, visit)
-                if visit.unread:
-                    # Taken in part, so that the refusal is read before the connection ends.
-                    await drained(request.receive)
                 raise
 
         self.guarded = guarded
@@ -184,8 +181,11 @@ async def _bounded(
     service: Service, request: Request, visit: Visit, own: Terms, most: int, inner: Handler
 ) -> Response:
     if visit.unread:
-        length = request.headers.get("content-length", "0")
-        if length.isdecimal() and (len(length) > 18 or int(length) > most):
+        length = request.headers.get("content-length", "")
+        if own.body is Body.NONE and request.method in ("GET", "HEAD"):
+            # Where none belongs a small one does no harm. One without a length might never end.
+            most = service.limits.json_bytes if length else 0
+        if (not length and not most) or (length.isdecimal() and (len(length) > 18 or int(length) > most)):
             raise BodyTooLarge(
                 f"the request is larger than the {most} bytes this address takes; nothing was stored"
             )

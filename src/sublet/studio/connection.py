@@ -3,6 +3,8 @@
 Rules of this file:
 - A client has a time to send its headers, and a size. Without one, a few thousand idle connections are all a server can hold.
 - What cannot be parsed gets the one shape of errors too.
+- A client that is refused while it still sends is let finish, within bounds (`limits.Unread`): a connection that is ended with bytes
+  unread is reset, and the reset takes the refusal along before the client has read it.
 - A peer that takes nothing at all is dropped by the kernel (`TCP_USER_TIMEOUT`), whatever was being sent.
 """
 
@@ -15,7 +17,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sublet.studio.limits import Limits
+from sublet.studio.limits import Limits, Unread
 from sublet.studio.wire import PLAIN, dumped, error_json
 
 HEADERS_MOST = 100
@@ -28,19 +30,72 @@ _REASONS = {
 }
 
 
-def connection_class(limits: Limits) -> type[HttpToolsProtocol]:
+#: What is refused before it is a request, while its client may still send.
+_UNREADABLE = (400, 431)
+
+
+def connection_class(unread: Unread) -> type[HttpToolsProtocol]:
     """For one server's limits."""
-    return type("LimitedConnection", (Connection,), {"limits": limits})
+    return type("LimitedConnection", (Connection,), {"limits": unread.limits, "unread": unread})
+
+
+class Rest:
+    """What a client still sends after it was refused: taken, thrown away, and soon ended."""
+
+    def __init__(self, transport: asyncio.Transport, unread: Unread, key: str) -> None:
+        self._transport = transport
+        self._unread = unread
+        self._key = key
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + unread.limits.unread_seconds
+        self._bytes = 0
+        self._seen = 0  # of them at the last look
+        self._paused = False
+        self._timer = self._later()
+
+    def came(self, size: int) -> None:
+        self._bytes += size
+        if self._bytes > self._unread.limits.unread_bytes:
+            self._transport.close()
+            return
+        wait = self._unread.spend(self._key, size, self._loop.time())
+        if wait and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+            self._loop.call_later(wait, self._go_on)
+
+    def over(self) -> None:
+        self._timer.cancel()
+        self._unread.leave(self._key)
+
+    def _go_on(self) -> None:
+        self._paused = False
+        self._seen = -1  # it was not its silence
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _later(self) -> asyncio.TimerHandle:
+        return self._loop.call_later(self._unread.limits.unread_silent_seconds, self._look)
+
+    def _look(self) -> None:
+        if self._loop.time() >= self._until or (self._bytes == self._seen and not self._paused):
+            self._transport.close()
+            return
+        self._seen = self._bytes
+        self._timer = self._later()
 
 
 class Connection(HttpToolsProtocol):
     limits: Limits
+    unread: Unread
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._in_headers = True
         self._header_bytes = 0
         self._late: asyncio.TimerHandle | None = None
+        self._refused: str | None = None  # whose request it was that is not read
+        self._rest: Rest | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,13 +110,19 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._rest is not None:
+            self._rest.over()
+            self._rest = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        if self._rest is not None:
+            self._rest.came(len(data))
+            return
         super().data_received(data)
-        if self._in_headers and not self.transport.is_closing():
+        if self._in_headers and self._rest is None and not self.transport.is_closing():
             self._header_bytes += len(data)
             if self._header_bytes > self.limits.header_bytes:
                 self._end_with(431)
@@ -71,7 +132,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers, self._header_bytes = True, 0
-        self.scope["sublet.transport"] = self.transport  # type: ignore[typeddict-unknown-key]
+        self.scope["sublet.connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -79,6 +140,33 @@ class Connection(HttpToolsProtocol):
         if len(self.headers) > HEADERS_MOST or len(self.url) > URL_MOST_BYTES:
             raise ValueError("more headers than a request has")
         super().on_headers_complete()
+
+    def swallow_after(self, scope: Any, key: str) -> None:
+        """Called before the last piece of an answer is sent. What still comes of its request is swallowed, if anything does."""
+        if self.cycle.scope is scope and self.cycle.more_body:
+            self._refused = key
+            self.cycle.keep_alive = (
+                True  # else the server ends the connection with the last byte of the answer
+            )
+
+    def on_response_complete(self) -> None:
+        if self._refused is None:
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self._swallow(self._refused)
+
+    def _swallow(self, key: str) -> None:
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
+        if not self.unread.enter(key):
+            self.transport.close()
+            return
+        self._rest = Rest(self.transport, self.unread, key)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()  # who reads until the end has it now
+        self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         self._end_with(400)
@@ -106,4 +194,7 @@ class Connection(HttpToolsProtocol):
             b"cache-control: no-store\r\nx-content-type-options: nosniff\r\nconnection: close\r\n\r\n%s"
             % (status, _REASONS[status], len(body), request_id.encode(), body)
         )
-        self.transport.close()
+        if status in _UNREADABLE and (self.cycle is None or self.cycle.response_complete):
+            self._swallow(self.client[0] if self.client else "unix")
+        else:
+            self.transport.close()

@@ -7,6 +7,7 @@ Rules of this file:
 - Who the client is comes from the connection. `X-Forwarded-*` counts only when the connection comes from a trusted proxy.
 - A request that changes something and names a foreign Origin is refused before anybody looks at its token.
 - A reader that takes nothing for too long is cut, whatever it reads.
+- An answer that leaves before its request has come whole is the last of its connection; what still comes is `connection`'s.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sublet.core.errors import Forbidden, SubletError
+from sublet.studio.connection import Connection
 from sublet.studio.service import Service, Visit
 from sublet.studio.wire import Json, TooManyNow, plain_refusal, refusal
 
@@ -104,22 +106,26 @@ class Door:
     async def _admit(self, scope: Scope, visit: Visit) -> None:
         headers = scope["headers"]
         method = scope["method"]
-        if method in CHANGING:
-            origin = host = b""
-            for name, value in headers:
-                if name == b"origin":
-                    origin = value
-                elif name == b"host":
-                    host = value
-                elif name == b"content-length":
-                    visit.unread = value.strip() != b"0"
-                elif name == b"transfer-encoding":
-                    visit.unread = True
-            if origin and not _same_origin(origin, scope.get("sublet.host", host), scope["scheme"]):
-                raise Forbidden(
-                    "the request comes from a page of another origin; nothing was changed",
-                    remedy="use the studio's own page, or a program",
-                )
+        origin = host = b""
+        for name, value in headers:
+            if name == b"origin":
+                origin = value
+            elif name == b"host":
+                host = value
+            elif name == b"content-length":
+                visit.unread = value.strip() != b"0"
+            elif name == b"transfer-encoding":
+                visit.unread = True
+        is_foreign = (
+            origin
+            and method in CHANGING
+            and not _same_origin(origin, scope.get("sublet.host", host), scope["scheme"])
+        )
+        if is_foreign:
+            raise Forbidden(
+                "the request comes from a page of another origin; nothing was changed",
+                remedy="use the studio's own page, or a program",
+            )
         over = self._service.addresses.take(visit.address, time.monotonic())
         if over:
             # The answer comes late, so that a flood costs little: the sender waits, not the service.
@@ -159,9 +165,11 @@ class _Answering:
             await self._send(message)
             return
         self.over = not message.get("more_body", False)
+        connection: Connection | None = self._scope.get("sublet.connection")
+        if self.over and self._visit.unread and connection is not None and self._visit.status != 408:
+            connection.swallow_after(self._scope, self._visit.tenant or self._visit.address)
         # The server waits before it writes as long as the reader has not taken what was written before. Nearly always it has.
-        transport = self._scope.get("sublet.transport")
-        if transport is not None and not transport.get_write_buffer_size():
+        if connection is not None and not connection.transport.get_write_buffer_size():
             await self._send(message)
             return
         try:
@@ -185,9 +193,9 @@ class _Answering:
 
     async def cut(self) -> None:
         """End the connection in the middle: whoever reads must not take a part for the whole."""
-        transport = self._scope.get("sublet.transport")
-        if transport is not None:
-            transport.abort()
+        connection: Connection | None = self._scope.get("sublet.connection")
+        if connection is not None:
+            connection.transport.abort()
 
 
 def _is_address(text: str) -> bool:

@@ -5,6 +5,8 @@ Rules of this file:
   itself comes a little later each time, so that a flood costs the service nearly nothing.
 - Bodies: a size for each route, checked before and while it is read; a pace below which the sender is cut, and one of all bodies of a
   tenant above which it waits. One that was refused late counts as many requests.
+- Refused bodies: most clients send all of one before they read why it was refused, so what still comes is taken and thrown away, unparsed.
+  So many bytes, so many seconds, so many of a client at once, and all of a client's together at a pace that costs next to nothing.
 - Streams: so many at once per tenant, and a bounded list of what is not sent yet for each.
 - Nothing here knows the ledger: a limit is about this process's time and memory. Quotas of GPUs are the ledger's.
 """
@@ -44,6 +46,11 @@ class Limits:
     body_seconds: float = 15.0  # without a byte
     body_floor: int = 2048  # bytes a second, counted from `body_grace_seconds` on
     body_grace_seconds: float = 10.0
+    unread_bytes: int = 64 * MIB  # of a body that was refused
+    unread_seconds: float = 20.0
+    unread_silent_seconds: float = 2.0
+    unread_rate: int = 16 * MIB  # of all that one client sends for nothing, a second
+    unread_connections: int = 8  # of one client at once; the next is ended at once
     send_seconds: float = 20.0  # without the reader taking anything
     stream_events: int = 1000  # not yet taken by one reader
     penalty_seconds: float = 0.25
@@ -179,15 +186,29 @@ class BoundedBody:
         return message
 
 
-async def drained(receive: Receive, most: int = MIB, seconds: float = 0.5) -> None:
-    """Take a little of what is still coming, so that a refusal is read before the connection ends."""
-    size = 0
-    try:
-        async with asyncio.timeout(seconds):
-            while size < most:
-                message = await receive()
-                size += len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
+class Unread:
+    """What clients still send of bodies that nobody will read."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._pace = Pace(limits.unread_rate)
+        self._open: Counter[str] = Counter()
+
+    def enter(self, key: str) -> bool:
+        """False when this client has as many as it may."""
+        if self._open[key] >= self.limits.unread_connections:
+            return False
+        self._open[key] += 1
+        return True
+
+    def leave(self, key: str) -> None:
+        self._open[key] -= 1
+        if self._open[key] <= 0:
+            del self._open[key]
+
+    def spend(self, key: str, size: int, now: float) -> float:
+        """Seconds to wait before more is taken."""
+        return self._pace.spend(key, size, now)
+
+    def count(self, key: str) -> int:
+        return self._open[key]

@@ -19,7 +19,7 @@ from sublet.core.errors import SubletError
 from sublet.core.token import Credential
 from sublet.ports.ledger import Ledger
 from sublet.settings import Settings
-from sublet.studio.limits import Buckets, Crowd, Limits, Pace
+from sublet.studio.limits import Buckets, Crowd, Limits, Pace, Unread
 from sublet.studio.logs import Log
 from sublet.studio.metrics import Meters
 from sublet.studio.tracing import Tracing
@@ -100,6 +100,7 @@ class Service:
         self.addresses = Buckets(self.limits.address_rate, self.limits.burst_seconds)
         self.tenants = Buckets(self.limits.tenant_rate, self.limits.burst_seconds)
         self.pace = Pace(self.limits.tenant_bytes)
+        self.unread = Unread(self.limits)
         self.requests = Crowd(self.limits.tenant_requests, "requests being answered")
         self.streams = Crowd(self.limits.tenant_streams, "open streams")
         self.touches = Touches(self)

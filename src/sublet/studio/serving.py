@@ -140,7 +140,7 @@ class StudioServer(uvicorn.Server):
 def make_server(service: Service, address: Address, proxies: Sequence[Network]) -> StudioServer:
     config = uvicorn.Config(
         make_app(service, proxies),
-        http=connection_class(service.limits),
+        http=connection_class(service.unread),
         ws="none",
         lifespan="on",
         log_config=None,
