@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from sublet.core import admission, schedule
 from sublet.core.admission import Grant, Offer
-from sublet.core.lease import EndReason, LeaseState, overdue
+from sublet.core.gang import silent
+from sublet.core.lease import HOLDING, EndReason, Holder, Lease, LeaseState, changed, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.core.values import format_duration
 from sublet.failpoints import failpoint
-from sublet.ledger import leases, waitlist
-from sublet.ledger.rows import LEASE_BY_ID, SELECT_LEASE, lease_of
+from sublet.ledger import gangs, leases, waitlist
+from sublet.ledger.rows import LEASE_BY_ID, LEASE_COLUMNS, SELECT_LEASE, lease_of, of_table, slices_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import HostView, TickResult
 from sublet.ports.processes import Receipt
@@ -24,6 +25,7 @@ def tick(tx: Tx, host: str) -> TickResult:
     _ = tx.pool
     _lose_silent_hosts(tx, host)
     _give_up_gone_hosts(tx, host)
+    _end_broken_gangs(tx, host)
     view = waitlist.load_view(tx, with_leases=True)
     failpoint("reaper_after_read")
     decided = schedule.tick(view, tx.now)
@@ -96,7 +98,15 @@ def _give_up_gone_hosts(tx: Tx, own: str) -> None:
     silence_us = tx.pool.policy.host_gone_us
     found = tx.rows(
         "SELECT l.id, l.epoch, l.host FROM lease l JOIN host h ON h.name = l.host "
-        "WHERE l.settled_at = 0 AND l.state = 'ended' AND l.expires_at < ? AND h.seen_at < ? AND h.name <> ? ORDER BY l.id",
+        "WHERE l.settled_at = 0 AND l.seats = 0 AND l.state = 'ended' AND l.expires_at < ? AND h.seen_at < ? AND h.name <> ? "
+        "ORDER BY l.id",
+        tx.now,
+        tx.now - silence_us,
+        own,
+    )
+    found += tx.rows(
+        "SELECT l.id, l.epoch, s.host FROM seat s JOIN lease l ON l.id = s.lease_id JOIN host h ON h.name = s.host "
+        "WHERE s.settled_at = 0 AND l.state = 'ended' AND l.expires_at < ? AND h.seen_at < ? AND h.name <> ? ORDER BY l.id, s.rank",
         tx.now,
         tx.now - silence_us,
         own,
@@ -104,11 +114,42 @@ def _give_up_gone_hosts(tx: Tx, own: str) -> None:
     for lease_id, epoch, name in found:
         why = f"host {name} has been silent for {format_duration(silence_us)}: nobody can see whether its processes are gone"
         leases.settle(
-            tx, lease_id, epoch, Receipt(proven=False, ladder="unproven", containment="", detail=why)
+            tx, lease_id, epoch, Receipt(proven=False, ladder="unproven", containment="", detail=why), name
         )
+
+
+def _end_broken_gangs(tx: Tx, own: str) -> None:
+    """A gang with a seat on a silent host is over: nobody there can say whether its member works, and without it the others cannot. The seat itself
+    stays taken until its own warden has looked."""
+    silence_us = tx.pool.policy.host_silence_us
+    found = tx.rows(
+        "SELECT l.id, s.host FROM seat s JOIN lease l ON l.id = s.lease_id LEFT JOIN host h ON h.name = s.host "
+        "WHERE s.settled_at = 0 AND l.state IN ('active', 'revoking') AND s.host <> ? AND coalesce(h.seen_at, 0) < ? "
+        "ORDER BY l.id, s.rank",
+        own,
+        tx.now - silence_us,
+    )
+    for lease_id, name in found:
+        row = tx.locked(LEASE_BY_ID, lease_id)
+        if row is not None and (lease := lease_of(row)).state in HOLDING and not overdue(lease, tx.now):
+            why = gangs.why_lost(tx, lease, name, silent(silence_us))
+            leases.finish(tx, row, EndReason.DEVICE_LOST, why, settled=False)
 
 
 def host_view(tx: Tx, host: str, now: int) -> HostView:
     """Read without a lock: the warden acts on it only after a barrier, and every act re-checks."""
-    found = tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND host = ? ORDER BY id", host)
-    return HostView(at=now, leases=tuple(lease_of(r) for r in found))
+    found = tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND host = ? AND seats = 0 ORDER BY id", host)
+    return HostView(at=now, leases=(*map(lease_of, found), *_seats_here(tx, host)))
+
+
+def _seats_here(tx: Tx, host: str) -> list[Lease]:
+    """Gangs, as this host must enforce them: its own member, its own slices."""
+    found = tx.rows(
+        f"SELECT {of_table('l', LEASE_COLUMNS)}, s.slices, s.pid, s.pid_started FROM seat s JOIN lease l ON l.id = s.lease_id "
+        "WHERE s.host = ? AND s.settled_at = 0 ORDER BY l.id",
+        host,
+    )
+    return [
+        changed(lease_of(r), slices=slices_of(r[-3]), holder=Holder(host=host, pid=r[-2], started=r[-1]))
+        for r in found
+    ]
