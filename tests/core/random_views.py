@@ -9,6 +9,7 @@ from sublet.core.admission import View
 from sublet.core.device import DeviceState, Exclusivity, fit
 from sublet.core.lease import Lease, LeaseState, Tier
 from sublet.core.policy import Policy
+from sublet.core.spread import Spread
 from sublet.core.tenancy import PPM, Tenant
 from sublet.core.values import DAY_US, HOUR_US
 
@@ -18,6 +19,7 @@ NAMES = ("ann", "bob", "cyd", "dot", "eve", "fay")
 
 
 def wish(draw: Random, name: str, *, kinds: tuple[Exclusivity, ...] = tuple(Exclusivity)) -> Lease:
+    host = draw.choice(["", "", "", "", "h", "k"])
     return waiter(
         name,
         draw.choice(NAMES),
@@ -25,7 +27,8 @@ def wish(draw: Random, name: str, *, kinds: tuple[Exclusivity, ...] = tuple(Excl
         count=draw.choice([1, 1, 1, 1, 2, 3]),
         exclusivity=draw.choice(kinds),
         tier=draw.choice(list(Tier)),
-        host=draw.choice(["", "", "", "", "h", "k"]),
+        host=host,
+        spread=Spread.NO if host else draw.choice(list(Spread)),
         least_bytes=draw.choice([0, 0, 0, 4 * GB]),
         wants_offers=draw.random() < 0.25,
         wait_us=draw.choice([None, None, None, 0, 5 * M]),

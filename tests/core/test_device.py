@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -28,6 +29,7 @@ from sublet.core.device import (
     usable,
 )
 from sublet.core.errors import BadInput, InvariantBroken
+from sublet.core.spread import Spread
 from tests.conftest import MORE_EXAMPLES
 
 from .pool import DEVICE, GB, SESSION, SHARED, device
@@ -195,6 +197,7 @@ shapes = st.builds(
     count=st.integers(1, 4),
     exclusivity=st.sampled_from(Exclusivity),
     host=st.sampled_from(["", "", "h", "k"]),
+    spread=st.sampled_from(Spread),
 )
 
 
@@ -203,15 +206,23 @@ shapes = st.builds(
 def test_fit_is_all_or_nothing_on_distinct_devices_fullest_first(pool: list[Device], wish: Shape) -> None:
     could = [d for d in pool if usable(d, wish)]
     slices = fit(wish, pool)
+    alone = {h: [d for d in could if d.host == h] for h in ("h", "k")}
+    whole = [h for h in alone if len(alone[h]) >= wish.count]
     if slices is None:
-        assert len(could) < wish.count
+        assert len(could) < wish.count if wish.spread is Spread.OK else not whole
         return
     by_id = {d.id: d for d in pool}
     assert len(slices) == wish.count == len({s.device_id for s in slices})
     chosen = [by_id[s.device_id] for s in slices]
     assert all(d in could for d in chosen)
-    fullest = max(d.free_bytes for d in chosen)
-    assert all(d.free_bytes >= fullest for d in could if d not in chosen), "a fuller device was passed over"
+    hosts = {d.host for d in chosen}
+    if wish.count > 1:
+        assert len(hosts) == 1 if whole else wish.spread is Spread.OK, "several hosts where one had them all"
+        could = [d for d in could if d.host in hosts]
+    for host in hosts:
+        fullest = max(d.free_bytes for d in chosen if d.host == host)
+        left = [d for d in could if d not in chosen and (d.host == host or wish.count == 1)]
+        assert all(d.free_bytes >= fullest for d in left), "a fuller device was passed over"
     for s, d in zip(slices, chosen, strict=True):
         assert s.vram_bytes == (d.capacity_bytes if wish.exclusivity is DEVICE else wish.vram_bytes)
 
@@ -269,7 +280,9 @@ def test_only_a_ready_device_takes_a_lease(state: DeviceState) -> None:
 
 def test_could_ever_fit_asks_an_empty_pool() -> None:
     capacities = [("h", 80 * GB), ("h", 24 * GB), ("k", 80 * GB)]
-    assert could_ever_fit(shape(80, count=2), capacities)
+    assert not could_ever_fit(shape(80, count=2), capacities)
+    assert could_ever_fit(replace(shape(80, count=2), spread=Spread.OK), capacities)
+    assert could_ever_fit(shape(24, count=2), capacities)
     assert not could_ever_fit(shape(80, count=3), capacities)
     assert not could_ever_fit(shape(80, count=2, host="h"), capacities)
     assert could_ever_fit(shape(24, count=2, host="h"), capacities)
@@ -291,6 +304,7 @@ def test_a_smaller_proposal_fits_and_is_the_largest_that_does(
             count=wish.count,
             exclusivity=wish.exclusivity,
             host=wish.host,
+            spread=wish.spread,
         )
         return fit(other, pool) is not None
 

@@ -36,6 +36,7 @@ TABLES = [
     "device",
     "lease",
     "slice",
+    "seat",
     "head",
     "kept_version",
     "effect",

@@ -22,6 +22,8 @@ from sublet.core.lease import HOLDING, Lease, LeaseState, Request, Tier
 from sublet.core.policy import Policy
 from sublet.core.pool import Pool, View
 from sublet.core.preemption import protected_us
+from sublet.core.rooms import Rooms
+from sublet.core.spread import Spread
 from sublet.core.tenancy import Tenant, never_within_quota, over_quota, rate_of, tenant_changed
 from sublet.core.values import format_duration, format_size
 
@@ -199,12 +201,19 @@ def why_waiting(waiter: Lease, view: View | Pool, now: int) -> str:
     if roomy >= shape.count:
         return f"exclusivity: {shape.exclusivity.value} cannot share a device with the leases on it"
     if shape.count > 1:
-        return (
-            f"resources: needs {shape.count} × {format_size(shape.vram_bytes)}, {roomy} such devices are free"
-        )
+        needs = f"resources: needs {shape.count} × {format_size(shape.vram_bytes)}"
+        if shape.of_any_one_host and rooms.several_hosts:
+            return f"{needs} on one host, {roomy} such devices are free there{_if_spread(shape, rooms)}"
+        return f"{needs}, {roomy} such devices are free"
     most = rooms.most_free(shape.host)
     free = f"the most free is {format_size(most)}" if most else "nothing is free"
     return f"resources: needs {format_size(shape.vram_bytes)}, {free}"
+
+
+def _if_spread(shape: Shape, rooms: Rooms) -> str:
+    """What else could be asked for, if that helps now."""
+    anywhere = rooms.fit(replace(shape, spread=Spread.OK))
+    return "; spread=ok takes them from several hosts now" if anywhere is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +338,7 @@ class Walk:
 def as_asked(shape: Shape) -> tuple[object, ...]:
     """Whose it is decides nothing where nobody else may be."""
     tenant = "" if shape.exclusivity is Exclusivity.DEVICE else shape.tenant
-    return tenant, shape.vram_bytes, shape.count, shape.exclusivity.value, shape.host
+    return tenant, shape.vram_bytes, shape.count, shape.exclusivity.value, shape.host, shape.spread.value
 
 
 def _paying(tenant: Tenant, request: Request, rate_ppm: int, policy: Policy, now: int) -> Tenant:
@@ -445,13 +454,17 @@ def expect(
 def refusal(request: Request, tenant: Tenant, view: View | Pool, waiting: int) -> Refusal | None:
     """Reasons to say no at once, waiting or not."""
     rooms = view.pool().rooms
-    if not rooms.could_ever_fit(request.shape(request.least_bytes or request.vram_bytes)):
+    least_shape = request.shape(request.least_bytes or request.vram_bytes)
+    if not rooms.could_ever_fit(least_shape):
+        asked = f"{request.count} × {format_size(request.vram_bytes)}"
+        if least_shape.of_any_one_host and rooms.could_ever_fit(replace(least_shape, spread=Spread.OK)):
+            return Refusal(
+                error=NeverFits,
+                reason=f"{asked} never fits on one host; spread=ok takes them from several",
+            )
         count, largest = rooms.not_lost()
         have = f"{count} device(s), the largest {format_size(largest)}" if count else "no device"
-        return Refusal(
-            error=NeverFits,
-            reason=f"{request.count} × {format_size(request.vram_bytes)} never fits: the pool has {have}",
-        )
+        return Refusal(error=NeverFits, reason=f"{asked} never fits: the pool has {have}")
     least = rooms.least_bytes(request, lost_too=False)
     if never_within_quota(tenant, least):
         return Refusal(

@@ -9,12 +9,14 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from sublet.core.errors import BadInput, InvariantBroken
 from sublet.core.records import copier
+from sublet.core.spread import Spread, share_out
 
 
 class Exclusivity(Enum):
@@ -113,6 +115,12 @@ class Shape:
     count: int
     exclusivity: Exclusivity
     host: str = ""  # '' means any host
+    spread: Spread = Spread.NO
+
+    @property
+    def of_any_one_host(self) -> bool:
+        """Several devices that must be of one host, whichever."""
+        return self.count > 1 and not self.host and self.spread is not Spread.OK
 
 
 def usable(device: Device, shape: Shape) -> bool:
@@ -135,25 +143,41 @@ def slice_bytes(device: Device, shape: Shape) -> int:
 
 
 def fit(shape: Shape, devices: Iterable[Device]) -> tuple[Slice, ...] | None:
-    """`count` slices on distinct devices, all or nothing."""
-    chosen = sorted((d for d in devices if usable(d, shape)), key=fit_order)[: shape.count]
-    if len(chosen) < shape.count:
-        return None
+    """`count` slices on distinct devices, all or nothing: of one host, or of several where that is asked for (`core.spread`)."""
+    found = sorted((d for d in devices if usable(d, shape)), key=fit_order)
+    if shape.count == 1 or shape.host:
+        chosen = found[: shape.count]
+        if len(chosen) < shape.count:
+            return None
+    else:
+        there: dict[str, list[Device]] = {}
+        for d in found:
+            there.setdefault(d.host, []).append(d)
+        shares = share_out(shape.count, {host: len(of) for host, of in there.items()}, shape.spread)
+        if shares is None:
+            return None
+        chosen = [d for host, n in shares for d in there[host][:n]]
     return tuple(Slice(d.id, slice_bytes(d, shape)) for d in chosen)
 
 
 def could_ever_fit(shape: Shape, capacities: Sequence[tuple[str, int]]) -> bool:
     """Would an empty pool hold it? `capacities` are (host, bytes) of devices that are not lost."""
-    room = sum(
-        1
+    room = Counter(
+        host
         for host, capacity in capacities
         if capacity >= shape.vram_bytes and (not shape.host or host == shape.host)
     )
-    return room >= shape.count
+    if shape.of_any_one_host:
+        return max(room.values(), default=0) >= shape.count
+    return room.total() >= shape.count
 
 
 def largest_smaller(shape: Shape, devices: Iterable[Device], least_bytes: int) -> int:
     """The most VRAM per device, below the request and at least `least_bytes`, that `count` devices have now."""
+    if shape.of_any_one_host:
+        known = list(devices)
+        hosts = sorted({d.host for d in known})
+        return max((largest_smaller(replace(shape, host=h), known, least_bytes) for h in hosts), default=0)
     free = sorted(
         (
             d.free_bytes

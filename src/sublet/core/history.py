@@ -163,6 +163,14 @@ def _settled(replay: _Replay, entry: Entry, body: Body) -> None:
     replay.clear(entry.subject)
 
 
+def _seat_settled(replay: _Replay, entry: Entry, body: Body) -> None:
+    told = replay.leases.get(entry.subject)
+    if told is not None and not told.ended:
+        replay.blame(entry, "L5", "the slices of a seat went back before the gang ended")
+    for part in filter(None, str(body.get("slices", "")).split(";")):
+        replay.residents.get(part.rpartition("=")[0], {}).pop(entry.subject, None)
+
+
 # --- blocks --------------------------------------------------------------------------------------------------
 
 
@@ -198,4 +206,5 @@ _STEPS = {
     "lease.revoked": _revoked,
     "lease.ended": _ended,
     "lease.settled": _settled,
+    "seat.settled": _seat_settled,
 }

@@ -15,6 +15,7 @@ from enum import Enum
 from sublet.core.device import Exclusivity, Shape, Slice
 from sublet.core.errors import BadInput, InvariantBroken
 from sublet.core.records import copier
+from sublet.core.spread import Spread
 from sublet.core.values import DAY_US, MAX_DURATION_US, SECOND_US, format_duration
 
 
@@ -131,6 +132,7 @@ class Request:
     hold_cap_us: int | None = None  # None: the policy's cap for the tier; 0: no cap
     host: str = ""  # only devices of this host
     job: str = ""
+    spread: Spread = Spread.NO
 
     def __post_init__(self) -> None:
         if not MIN_TTL_US <= self.ttl_us <= MAX_TTL_US:
@@ -151,6 +153,10 @@ class Request:
             raise BadInput("hold_cap must be between 0 (none) and a year")
         if not isinstance(self.exclusivity, Exclusivity) or not isinstance(self.tier, Tier):
             raise BadInput("exclusivity and tier must be ones this version knows")
+        if not isinstance(self.spread, Spread):
+            raise BadInput("spread must be one this version knows: no or ok")
+        if self.spread is Spread.OK and self.host:
+            raise BadInput(f"devices of {self.host} alone are not spread: leave out one of the two")
 
     def shape(self, vram_bytes: int | None = None) -> Shape:
         return Shape(
@@ -159,6 +165,7 @@ class Request:
             count=self.count,
             exclusivity=self.exclusivity,
             host=self.host,
+            spread=self.spread,
         )
 
 
@@ -190,6 +197,7 @@ class Lease:
     wait_until: int = 0
     offer_until: int = 0
     hold_cap_us: int = 0
+    seats: int = 0  # of a gang, how many hosts its slices are on; 0: one host
 
     @property
     def tenant(self) -> str:

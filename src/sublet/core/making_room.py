@@ -3,6 +3,7 @@
 Rules of this file:
 - A device costs what its dearest victim is (`preemption.Claim`), then how low that tier is, how much work is lost, how many are disturbed, and how
   recently the idlest of them worked. Of equals the first by name.
+- Several that must be of one host are looked for on each: the host whose dearest device is cheapest gives them.
 - Devices are looked at from the cheapest they could be, and no further than one that cannot be beaten: of ten thousand idle leases one is
   looked at. Where nothing may be taken nothing is looked at.
 """
@@ -10,10 +11,11 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from heapq import merge
 
 from sublet.core.device import Device
-from sublet.core.lease import Lease
+from sublet.core.lease import Lease, changed
 from sublet.core.policy import Policy
 from sublet.core.pool import Pool
 from sublet.core.preemption import Claim, Victim, room_on, work_at_risk
@@ -26,19 +28,34 @@ Choice = tuple[list[Victim], list[str]]
 class _Search:
     def __init__(self, waiter: Lease, pool: Pool, now: int) -> None:
         self._waiter, self._pool, self._now = waiter, pool, now
+        self._looked = False
         self._seen: set[str] = set()
         self._found: list[tuple[Price, list[Victim], str]] = []
 
     def run(self) -> Choice | None:
+        return self._choice() if self._enough() else None
+
+    def dearest_first(self) -> list[Price] | None:
+        """What all of it costs, to compare with another; None when it cannot be had."""
+        count = self._waiter.request.count
+        return [price for price, _, _ in reversed(self._found[:count])] if self._enough() else None
+
+    def _enough(self) -> bool:
+        if not self._looked:
+            self._looked = True
+            self._look()
+        return len(self._found) >= self._waiter.request.count
+
+    def _look(self) -> None:
         for device_id in self._pool.rooms.usable(self._waiter.request.shape()):
             self._look_at(device_id)  # kept for somebody, or not enough of them
         for cheapest, device_id in self._streams():
             if self._beaten(cheapest):
                 break
             self._look_at(device_id)
+
+    def _choice(self) -> Choice:
         picked = self._found[: self._waiter.request.count]
-        if len(picked) < self._waiter.request.count:
-            return None
         chosen = {v.lease.id: v for _, found, _ in picked for v in found}
         return sorted(chosen.values(), key=lambda v: v.cost), [device_id for _, _, device_id in picked]
 
@@ -92,7 +109,16 @@ class _Search:
 
 def cheapest_room(waiter: Lease, pool: Pool, now: int) -> Choice | None:
     """Victims that make room for the waiter, and the devices the room is on; None when nothing may be taken."""
-    return _Search(waiter, pool, now).run()
+    each = pool.rooms.each_host(waiter.request.shape())
+    if each is None:
+        return _Search(waiter, pool, now).run()
+    searches = [
+        _Search(changed(waiter, request=replace(waiter.request, host=on_host.host)), pool, now)
+        for on_host in each
+        if pool.rooms.could_ever_fit(on_host)
+    ]
+    priced = [(price, search) for search in searches if (price := search.dearest_first()) is not None]
+    return min(priced, key=lambda found: found[0])[1].run() if priced else None
 
 
 def choose(

@@ -30,7 +30,7 @@ from sublet.core.tenancy import Tenant
 LEAVING = (LeaseState.REVOKING, LeaseState.ENDED)
 #: A tenant's waiters of one tier that ask for the same. Among them who came first is always first, and where there is no room for one there is none for
 #: the others. The tenant's name first.
-Line = tuple[str, int, int, str, str, int, int, bool]
+Line = tuple[str, int, int, str, str, int, int, bool, str]
 
 
 def line_of(waiter: Lease) -> Line:
@@ -44,6 +44,7 @@ def line_of(waiter: Lease) -> Line:
         request.tier.rank,
         request.least_bytes,
         request.wants_offers,
+        request.spread.value,
     )
 
 
@@ -127,6 +128,7 @@ class Pool:
         self._devices_wanted = 0
         self._bytes_wanted: Counter[int] = Counter()
         self._bound_to_host = 0
+        self._of_any_one_host = 0
         self.leases = {lease.id: lease for lease in leases}
         self._unsorted = list(self.leases.values())
         for waiter in waiters:
@@ -410,7 +412,8 @@ class Pool:
 
     def room_is_made(self) -> bool:
         """Is there a device for each that waits, whatever it asks for, on which nobody is but one that leaves? Then nobody else has to."""
-        if self._bound_to_host or not self.waiters:
+        bound = self._bound_to_host or (self._of_any_one_host and self.rooms.several_hosts)
+        if bound or not self.waiters:
             return not self.waiters
         self._sort_in()
         left, largest = self._devices_wanted, max(self._bytes_wanted)
@@ -429,6 +432,8 @@ class Pool:
 
     def enough_is_left(self, shape: Shape) -> bool:
         """Does it fit once who is on its way out has gone?"""
+        if each := self.rooms.each_host(shape):
+            return any(self.enough_is_left(on_host) for on_host in each)
         found = set(islice(self.rooms.usable(shape), shape.count))
         for device_id in self.leaving():
             if len(found) >= shape.count:
@@ -476,6 +481,7 @@ class Pool:
         request = waiter.request
         self._devices_wanted += by * request.count
         self._bound_to_host += by * bool(request.host)
+        self._of_any_one_host += by * request.shape().of_any_one_host
         self._bytes_wanted[request.vram_bytes] += by
         if not self._bytes_wanted[request.vram_bytes]:
             del self._bytes_wanted[request.vram_bytes]

@@ -10,11 +10,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from heapq import merge
+from itertools import islice
 
-from sublet.core.device import MANY_TENANTS, Device, DeviceState, Exclusivity, Shape, Slice, slice_bytes
+from sublet.core.device import (
+    MANY_TENANTS,
+    Device,
+    DeviceState,
+    Exclusivity,
+    Shape,
+    Slice,
+    slice_bytes,
+    usable,
+)
 from sublet.core.lease import Request
 from sublet.core.ordered import LAST, Ordered
+from sublet.core.spread import share_out
 from sublet.core.tenancy import rate_of
 
 ANY_HOST = ""
@@ -102,6 +114,21 @@ class Rooms:
                 lists = self._by_capacity.setdefault(host, {})
                 lists.setdefault(device.capacity_bytes, Ordered()).add((-device.free_bytes, device.id))
 
+    # where they are
+
+    @property
+    def several_hosts(self) -> bool:
+        return len(self._capacities) > 2  # any host is one of the names
+
+    def hosts(self) -> list[str]:
+        return sorted(host for host in self._capacities if host != ANY_HOST)
+
+    def each_host(self, shape: Shape) -> list[Shape] | None:
+        """The same of one host and of each, for devices that must be of one of several; else None."""
+        if not shape.of_any_one_host or not self.several_hosts:
+            return None
+        return [replace(shape, host=host) for host in self.hosts()]
+
     # what is free
 
     def usable(self, shape: Shape) -> Iterator[str]:
@@ -114,7 +141,31 @@ class Rooms:
         ]
         return (device_id for _, device_id in (found[0] if len(found) == 1 else merge(*found)))
 
+    def _usable_on(self, host: str, shape: Shape, kept: Collection[str]) -> int:
+        low = (shape.vram_bytes, "")
+        found = sum(
+            len(lists) - lists.count_below(low)
+            for company in _joinable(shape)
+            if (lists := self._free.get((company, host)))
+        )
+        here = (self.devices[name] for name in kept if name in self.devices)
+        return found - sum(device.host == host and usable(device, shape) for device in here)
+
+    def _fit_over_hosts(self, shape: Shape, kept: Collection[str]) -> tuple[Slice, ...] | None:
+        room = {host: self._usable_on(host, shape, kept) for host in self.hosts()}
+        shares = share_out(shape.count, room, shape.spread)
+        if shares is None:
+            return None
+        chosen = [
+            device_id
+            for host, n in shares
+            for device_id in islice((d for d in self.usable(replace(shape, host=host)) if d not in kept), n)
+        ]
+        return tuple(Slice(d, slice_bytes(self.devices[d], shape)) for d in chosen)
+
     def fit(self, shape: Shape, kept: Collection[str] = ()) -> tuple[Slice, ...] | None:
+        if shape.count > 1 and not shape.host and self.several_hosts:
+            return self._fit_over_hosts(shape, kept)
         chosen: list[Slice] = []
         for device_id in self.usable(shape):
             if device_id not in kept:
@@ -124,6 +175,8 @@ class Rooms:
         return None
 
     def largest_smaller(self, shape: Shape, least_bytes: int, kept: Collection[str] = ()) -> int:
+        if each := self.each_host(shape):
+            return max(self.largest_smaller(on_host, least_bytes, kept) for on_host in each)
         falling = merge(
             *(
                 lists.falling()
@@ -142,6 +195,9 @@ class Rooms:
 
     def nearest(self, shape: Shape) -> list[str]:
         """The ready devices nearest to having room, if there are enough that could have it."""
+        if each := self.each_host(shape):
+            ways = [way for on_host in each if (way := self.nearest(on_host))]
+            return min(ways, key=lambda ids: (-self.devices[ids[-1]].free_bytes, ids[-1]), default=[])
         fitting = merge(
             *(
                 lists
@@ -161,7 +217,9 @@ class Rooms:
         return max((-key[0] for key in firsts if key is not None), default=0)
 
     def roomy(self, shape: Shape) -> int:
-        """How many ready devices have the bytes, whoever is on them."""
+        """How many ready devices have the bytes, whoever is on them; where they must be of one host, of that which has most."""
+        if each := self.each_host(shape):
+            return max(self.roomy(on_host) for on_host in each)
         high = (-shape.vram_bytes, LAST)
         return sum(lists.count_below(high) for lists in self._by_capacity.get(shape.host, {}).values())
 
@@ -173,6 +231,8 @@ class Rooms:
         return found.total(), max((c for c, n in found.items() if n), default=0)
 
     def could_ever_fit(self, shape: Shape) -> bool:
+        if each := self.each_host(shape):
+            return any(self.could_ever_fit(on_host) for on_host in each)
         found = self._not_lost.get(shape.host, Counter())
         return sum(n for capacity, n in found.items() if capacity >= shape.vram_bytes) >= shape.count
 

@@ -42,7 +42,7 @@ from sublet.core.lease import (
     seat as decide_seat,
 )
 from sublet.core.values import format_duration
-from sublet.ledger import allowances, receipts
+from sublet.ledger import allowances, gangs, receipts
 from sublet.ledger import slices as slicing
 from sublet.ledger.credentials import opened, proves, secret_hash
 from sublet.ledger.rows import (
@@ -55,7 +55,7 @@ from sublet.ledger.tx import Row, Tx, write_main, write_strand
 from sublet.ledger.waitlist import hand_out
 from sublet.ports.ledger import Answer, LeaseKey
 from sublet.ports.processes import Receipt
-from sublet.ports.topics import SCHEDULE_TOPIC, host_topic, lease_topic
+from sublet.ports.topics import SCHEDULE_TOPIC, host_topic
 
 
 def renew(tx: Tx, key: LeaseKey, busy: bool) -> Answer | SubletError:
@@ -123,13 +123,15 @@ def mark(tx: Tx, key: LeaseKey, busy: bool) -> None:
         tx.rings.add(SCHEDULE_TOPIC)
 
 
-def seat(tx: Tx, key: LeaseKey, holder: Holder) -> Answer | SubletError:
+def seat(tx: Tx, key: LeaseKey, holder: Holder, address: str = "") -> Answer | SubletError:
     """The pool is locked: an expiry that settles what is held by name only must not happen beside it."""
     _ = tx.pool
     row = tx.locked(LEASE_BY_ID, key.lease_id)
     if row is None or not proves(row, key.secret):
         return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
     lease = lease_of(row)
+    if lease.seats:
+        return gangs.sit(tx, lease, key.epoch, holder, address)
     marks = ",".join("?" * len(lease.slices))
     found = tx.rows(
         f"SELECT DISTINCT host FROM device WHERE id IN ({marks or 'NULL'})",
@@ -159,6 +161,15 @@ def seat(tx: Tx, key: LeaseKey, holder: Holder) -> Answer | SubletError:
     )
     tx.rings.update((host_topic(lease.holder.host), host_topic(holder.host)))
     return Answer(lease=changed(lease, holder=holder), at=tx.now)
+
+
+def stand_up(tx: Tx, key: LeaseKey, member: Holder) -> bool | SubletError:
+    _ = tx.pool
+    row = tx.locked(LEASE_BY_ID, key.lease_id)
+    if row is None or not proves(row, key.secret):
+        return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
+    lease = lease_of(row)
+    return gangs.stand_up(tx, lease, member) if lease.seats and lease.epoch == key.epoch else False
 
 
 def release(tx: Tx, lease_id: str, secret: str, torn_down: bool = True) -> bool | SubletError:
@@ -215,6 +226,8 @@ def _close(
     now = tx.now
     waiting = lease.state is LeaseState.WAITING
     state = after(lease.state, Event.END)
+    if lease.seats:  # whoever says so speaks for itself; each member is seen gone by its own host's warden
+        settled = gangs.nobody_sits(tx, lease)
     usage = meter.close(lease, reason, now) if lease.granted_at else None
     ended_at = usage.to_at if usage else now
     settled_at = now if settled or waiting else 0
@@ -248,11 +261,13 @@ def _close(
     if waiting:
         tx.pool.waiting -= 1
         tx.pool.dirty = True
-    if settled_at:
+    if lease.seats:
+        gangs.settle_empty(tx, lease, all_of_it=bool(settled_at))
+    elif settled_at:
         slicing.vacate(tx, lease, left_waitlist=waiting)
-        if then_hand_out:
-            hand_out(tx)
-    tx.rings.update((lease_topic(lease.id), host_topic(lease.holder.host)))
+    if (settled_at or lease.seats) and then_hand_out:
+        hand_out(tx)
+    gangs.ring(tx, lease)
     return ended_at, settled_at
 
 
@@ -313,12 +328,12 @@ def begin_revoke(tx: Tx, row: Row, reason: EndReason, detail: str, deadline_at: 
             "by": actor,
         },
     )
-    tx.rings.update((lease_topic(lease.id), host_topic(lease.holder.host)))
+    gangs.ring(tx, lease)
     return replace(lease, state=state, deadline_at=deadline_at, reason=reason, detail=detail)
 
 
-def end(tx: Tx, lease_id: str, epoch: int, reason: EndReason, detail: str) -> bool:
-    """A warden saw the holder go. A waiter's holder too: it simply leaves the list."""
+def end(tx: Tx, lease_id: str, epoch: int, reason: EndReason, detail: str, host: str = "") -> bool:
+    """A warden saw the holder go, or a gang's member on its `host`. A waiter's holder too: it simply leaves the list."""
     _ = tx.pool
     row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None:
@@ -327,13 +342,17 @@ def end(tx: Tx, lease_id: str, epoch: int, reason: EndReason, detail: str) -> bo
     if lease.epoch != epoch or (lease.state not in HOLDING and lease.state is not LeaseState.WAITING):
         return False
     late = overdue(lease, tx.now)
+    if lease.seats and reason is EndReason.HOLDER_LOST:
+        if not gangs.sits(tx, lease, host):
+            return False  # it had stood up before it ended
+        detail = gangs.why_lost(tx, lease, host, detail)
     if late is not None:  # it was over anyway: that is why the holder is gone
         reason, detail = late, lease.detail if late is not EndReason.EXPIRED else "its ttl ran out"
     finish(tx, row, reason, detail, settled=False)
     return True
 
 
-def settle(tx: Tx, lease_id: str, epoch: int, receipt: Receipt) -> bool:
+def settle(tx: Tx, lease_id: str, epoch: int, receipt: Receipt, host: str = "") -> bool:
     _ = tx.pool
     row = tx.locked(LEASE_BY_ID, lease_id)
     if row is None:
@@ -341,15 +360,22 @@ def settle(tx: Tx, lease_id: str, epoch: int, receipt: Receipt) -> bool:
     lease = lease_of(row)
     if lease.epoch != epoch or lease.state is not LeaseState.ENDED or lease.settled_at:
         return False
-    body: dict[str, object] = asdict(receipt)
-    write_main(tx, "lease.settled", lease.tenant, lease.id, body)
-    receipts.keep(tx, lease, receipt)
-    tx.run("UPDATE lease SET settled_at = ? WHERE id = ?", tx.now, lease.id)
+    slices = lease.slices
+    if lease.seats:
+        settled = gangs.settle(tx, lease, host, receipt)
+        if settled is None:
+            return False
+        slices = settled[0].slices
+    else:
+        body: dict[str, object] = asdict(receipt)
+        write_main(tx, "lease.settled", lease.tenant, lease.id, body)
+        receipts.keep(tx, lease, receipt)
+        tx.run("UPDATE lease SET settled_at = ? WHERE id = ?", tx.now, lease.id)
+        slicing.vacate(tx, lease)
     if not receipt.proven:
         note = f"teardown of lease {lease.id} was not proven: {receipt.detail}"
-        for s in lease.slices:
+        for s in slices:
             withhold(tx, s, note)
-    slicing.vacate(tx, lease)
     hand_out(tx)
     return True
 

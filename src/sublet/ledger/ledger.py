@@ -19,6 +19,7 @@ from sublet.core.block import BlockRequest, check_locator, check_times
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved, check_key
 from sublet.core.errors import BadInput, SubletError
+from sublet.core.gang import Seat
 from sublet.core.journal import Entry
 from sublet.core.lease import HOLDING, EndReason, Holder, Lease, LeaseState, Request
 from sublet.core.meter import Usage
@@ -26,6 +27,7 @@ from sublet.core.policy import Policy
 from sublet.core.price import Price, check_class, check_micro, check_tier
 from sublet.core.proof import Proof
 from sublet.core.session import check_detail, opened
+from sublet.core.spread import Spread
 from sublet.core.tenancy import Tenant
 from sublet.core.token import Scope, Token, check_digest, check_id, check_note
 from sublet.core.values import MAX_DURATION_US, check_job, check_name
@@ -33,6 +35,7 @@ from sublet.core.versions import Adoption, Kept, Versions, check_tag
 from sublet.ledger import (
     blocks,
     devices,
+    gangs,
     goodput,
     journal,
     leases,
@@ -122,9 +125,17 @@ class SqlLedger(ItemVerbs):
 
         return self.engine.write(work, durable=False, patience_us=patience_us)
 
-    def seat(self, key: LeaseKey, holder: Holder) -> Answer:
+    def seat(self, key: LeaseKey, holder: Holder, *, address: str = "") -> Answer:
         check_name(holder.host, what="host")
-        return self._write(lambda tx: leases.seat(tx, key, holder), durable=True)  # type: ignore[no-any-return]
+        if len(address) > 300 or not address.isascii() or any(ord(c) <= 32 for c in address):
+            raise BadInput("an address is host:port, without spaces")
+        return self._write(lambda tx: leases.seat(tx, key, holder, address), durable=True)  # type: ignore[no-any-return]
+
+    def stand_up(self, key: LeaseKey, member: Holder) -> bool:
+        return self._write(lambda tx: leases.stand_up(tx, key, member), durable=True)  # type: ignore[no-any-return]
+
+    def seats(self, lease_id: str) -> list[Seat]:
+        return self.engine.read(lambda tx: list(gangs.load(tx, lease_id)))
 
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         self._write(lambda tx: leases.mark(tx, key, busy), durable=False)
@@ -168,11 +179,15 @@ class SqlLedger(ItemVerbs):
             lambda tx: leases.revoke(tx, lease_id, reason, detail, grace_us, actor), durable=True
         )
 
-    def end(self, lease_id: str, epoch: int, *, reason: EndReason, detail: str) -> bool:
-        return self._write(lambda tx: leases.end(tx, lease_id, epoch, reason, detail), durable=True)  # type: ignore[no-any-return]
+    def end(self, lease_id: str, epoch: int, *, reason: EndReason, detail: str, host: str = "") -> bool:
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: leases.end(tx, lease_id, epoch, reason, detail, host), durable=True
+        )
 
-    def settle(self, lease_id: str, epoch: int, receipt: Receipt) -> bool:
-        return self._write(lambda tx: leases.settle(tx, lease_id, epoch, receipt), durable=False)  # type: ignore[no-any-return]
+    def settle(self, lease_id: str, epoch: int, receipt: Receipt, *, host: str = "") -> bool:
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: leases.settle(tx, lease_id, epoch, receipt, host), durable=False
+        )
 
     def receipts(self, *, tenant: str = "", limit: int = 200) -> list[Teardown]:
         return self.engine.read(lambda tx: receipts.newest(tx, tenant=tenant, limit=limit))
@@ -648,6 +663,11 @@ def check_request(lease_id: str, request: Request, holder: Holder) -> None:
         check_name(request.host, what="host")
     if request.job:
         check_job(request.job)
+    if request.spread is Spread.OK and request.count > 1 and holder.pid:
+        raise BadInput(
+            "devices that may be of several hosts are asked for by name: no process is on all of them",
+            remedy="seat a member on each host when it is granted",
+        )
 
 
 def _check_limits(weight: int | None, *limits: int | None) -> None:

@@ -9,13 +9,14 @@ from sublet.ports.processes import Receipt
 
 _COLUMNS = (
     "lease_id, tenant, at, devices, proven, ladder, containment, pids, freed_bytes, scrubbed_bytes, "
-    "duration_us, detail"
+    "duration_us, detail, host"
 )
 
 
-def keep(tx: Tx, lease: Lease, receipt: Receipt) -> None:
+def keep(tx: Tx, lease: Lease, receipt: Receipt, seat: str = "") -> None:
+    """`seat`: the host, of a gang's."""
     tx.run(
-        f"INSERT INTO receipt ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+        f"INSERT INTO receipt ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
         lease.id,
         lease.tenant,
         tx.now,
@@ -28,13 +29,14 @@ def keep(tx: Tx, lease: Lease, receipt: Receipt) -> None:
         receipt.scrubbed_bytes,
         receipt.duration_us,
         receipt.detail[:1000],
+        seat,
     )
 
 
 def newest(tx: Tx, *, tenant: str, limit: int) -> list[Teardown]:
     where, params = ("WHERE tenant = ?", [tenant]) if tenant else ("", [])
     found = tx.rows(
-        f"SELECT {_COLUMNS} FROM receipt {where} ORDER BY at DESC, lease_id LIMIT ?", *params, limit
+        f"SELECT {_COLUMNS} FROM receipt {where} ORDER BY at DESC, lease_id, host LIMIT ?", *params, limit
     )
     return [_of(row) for row in found]
 
@@ -45,6 +47,7 @@ def _of(r: Row) -> Teardown:
         tenant=r[1],
         at=r[2],
         devices=tuple(r[3].split()),
+        host=r[12],
         receipt=Receipt(
             proven=bool(r[4]),
             ladder=r[5],

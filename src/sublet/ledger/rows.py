@@ -9,6 +9,7 @@ from sublet.core.effect import Effect, Head
 from sublet.core.journal import StrandEnd
 from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request, Tier
 from sublet.core.session import OfferAnswer, StudioSession
+from sublet.core.spread import Spread
 from sublet.core.tenancy import Tenant
 from sublet.ledger.tx import Row
 
@@ -16,7 +17,8 @@ LEASE_COLUMNS = (
     "id, tenant, job, tier, exclusivity, asked_bytes, least_bytes, wants_offers, device_count, ttl_us, wait_us, "
     "only_host, hold_cap_us, host, pid, pid_started, secret_hash, state, epoch, vram_bytes, slices, joined_at, "
     "granted_at, expires_at, deadline_at, ended_at, settled_at, reason, detail, busy, active_at, committed_at, "
-    "preemptions, claimed, seen_at, wait_until, offer_until, strand_seq, strand_hash, strand_anchor"
+    "preemptions, claimed, seen_at, wait_until, offer_until, strand_seq, strand_hash, strand_anchor, "
+    "spread, seats"
 )
 INSERT_LEASE = f"INSERT INTO lease ({LEASE_COLUMNS}) VALUES ({','.join('?' * len(LEASE_COLUMNS.split(',')))})"
 SELECT_LEASE = f"SELECT {LEASE_COLUMNS} FROM lease"
@@ -42,6 +44,7 @@ def _request(
     cap: int | None,
     only_host: str,
     job: str,
+    spread: str = "no",
 ) -> Request:
     return Request(
         tenant=tenant,
@@ -56,6 +59,7 @@ def _request(
         hold_cap_us=cap,
         host=only_host,
         job=job,
+        spread=Spread(spread),
     )
 
 
@@ -79,7 +83,7 @@ def slices_of(text: str) -> tuple[Slice, ...]:
 def lease_of(r: Row) -> Lease:
     return Lease(
         id=r[0],
-        request=_request(r[1], r[5], r[9], r[8], r[6], r[7], r[4], r[3], r[10], r[12], r[11], r[2]),
+        request=_request(r[1], r[5], r[9], r[8], r[6], r[7], r[4], r[3], r[10], r[12], r[11], r[2], r[40]),
         holder=_holder(r[13], r[14], r[15]),
         state=_STATES[r[17]],
         epoch=r[18],
@@ -102,6 +106,7 @@ def lease_of(r: Row) -> Lease:
         wait_until=r[35],
         offer_until=r[36],
         hold_cap_us=r[12],
+        seats=r[41],
     )
 
 
@@ -156,6 +161,8 @@ def lease_values(lease: Lease, secret_hash: str, end: StrandEnd, anchor: str) ->
         end.seq,
         end.hash,
         anchor,
+        q.spread.value,
+        lease.seats,
     )
 
 

@@ -26,7 +26,7 @@ _ACCEPTS = {
 
 
 def candidates(tx: Tx, shape: Shape) -> list[Device]:
-    """At most `count` devices, the ones `fit` would choose from all of them."""
+    """At most `count` devices, the ones `fit` would choose from all of them; for several of any host all that it would choose from."""
     accepts, names_tenant = _ACCEPTS[shape.exclusivity]
     params: list[object] = [shape.vram_bytes]
     if names_tenant:
@@ -35,8 +35,10 @@ def candidates(tx: Tx, shape: Shape) -> list[Device]:
     if shape.host:
         where = f"host = ? AND {where}"
         params.insert(0, shape.host)
-    found = tx.rows(f"{SELECT_DEVICE} WHERE {where} ORDER BY free_bytes, id LIMIT ?", *params, shape.count)
-    return [device_of(r) for r in found]
+    ordered = f"{SELECT_DEVICE} WHERE {where} ORDER BY free_bytes, id"
+    if shape.count > 1 and not shape.host:
+        return [device_of(r) for r in tx.rows(ordered, *params)]
+    return [device_of(r) for r in tx.rows(f"{ordered} LIMIT ?", *params, shape.count)]
 
 
 def still_fits(tx: Tx, shape: Shape, slices: tuple[Slice, ...]) -> bool:
@@ -133,11 +135,19 @@ def occupy(
     )
 
 
-def vacate(tx: Tx, lease: Lease, *, left_waitlist: bool = False) -> None:
+def vacate(
+    tx: Tx,
+    lease: Lease,
+    part: Sequence[Slice] | None = None,
+    *,
+    last: bool = True,
+    left_waitlist: bool = False,
+) -> None:
+    """All of its slices, or those of one seat: while others are out it still counts as a lease of its tenant."""
     request = lease.request
     held = [
         row
-        for s in lease.slices
+        for s in (lease.slices if part is None else part)
         for row in tx.rows(
             "DELETE FROM slice WHERE device_id = ? AND lease_id = ? RETURNING device_id, vram_bytes, rate_ppm",
             s.device_id,
@@ -167,7 +177,7 @@ def vacate(tx: Tx, lease: Lease, *, left_waitlist: bool = False) -> None:
         shift_tenant(
             tx,
             request.tenant,
-            leases=-1 if held else 0,
+            leases=-1 if held and last else 0,
             live_bytes=-sum(r[1] for r in held),
             rate_ppm=-sum(r[2] for r in held),
             waiting=-1 if left_waitlist else 0,

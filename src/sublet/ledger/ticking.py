@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from sublet.core import admission, hosts, schedule
 from sublet.core.admission import Grant, Offer
-from sublet.core.lease import EndReason, LeaseState, overdue
+from sublet.core.gang import silent
+from sublet.core.lease import HOLDING, EndReason, Holder, Lease, LeaseState, changed, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.failpoints import failpoint
-from sublet.ledger import leases, waitlist
+from sublet.ledger import gangs, leases, waitlist
 from sublet.ledger.devices import load_hosts
-from sublet.ledger.rows import LEASE_BY_ID, SELECT_LEASE, lease_of
+from sublet.ledger.rows import LEASE_BY_ID, LEASE_COLUMNS, SELECT_LEASE, lease_of, of_table, slices_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import HostView, TickResult
 from sublet.ports.processes import Receipt
@@ -25,6 +26,7 @@ def tick(tx: Tx, host: str) -> TickResult:
     known = load_hosts(tx)
     _lose(tx, hosts.losses(known, host, tx.pool.policy, tx.now))
     _give_up(tx, hosts.gone(known, host, tx.pool.policy, tx.now))
+    _end_broken_gangs(tx, host, known)
     view = waitlist.load_view(tx, with_leases=True)
     failpoint("reaper_after_read")
     decided = schedule.tick(view, tx.now)
@@ -96,14 +98,46 @@ def _give_up(tx: Tx, gone: list[hosts.Host]) -> None:
     for lease in map(
         lease_of, tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND state = 'ended' ORDER BY id")
     ):
-        host = by_name.get(lease.holder.host)
-        why = hosts.given_up(lease, host, tx.pool.policy, tx.now) if host is not None else ""
-        if why:
-            unproven = Receipt(proven=False, ladder="unproven", containment="", detail=why)
-            leases.settle(tx, lease.id, lease.epoch, unproven)
+        for name in gangs.unsettled_hosts(tx, lease):
+            host = by_name.get(name)
+            why = hosts.given_up(lease, host, tx.pool.policy, tx.now) if host is not None else ""
+            if why:
+                unproven = Receipt(proven=False, ladder="unproven", containment="", detail=why)
+                leases.settle(tx, lease.id, lease.epoch, unproven, name)
+
+
+def _end_broken_gangs(tx: Tx, own: str, known: list[hosts.Host]) -> None:
+    """A gang with a seat on a silent host is over: nobody there can say whether its member works, and without it the others cannot. The seat itself
+    stays taken until its own warden has looked."""
+    silence_us = tx.pool.policy.host_silence_us
+    heard = {host.name: host for host in known}
+    for lease_id, name in tx.rows(
+        "SELECT l.id, s.host FROM seat s JOIN lease l ON l.id = s.lease_id "
+        "WHERE s.settled_at = 0 AND l.state IN ('active', 'revoking') AND s.host <> ? ORDER BY l.id, s.rank",
+        own,
+    ):
+        if not hosts.silent(heard.get(name), silence_us, tx.now):
+            continue
+        row = tx.locked(LEASE_BY_ID, lease_id)
+        if row is not None and (lease := lease_of(row)).state in HOLDING and not overdue(lease, tx.now):
+            why = gangs.why_lost(tx, lease, name, silent(silence_us))
+            leases.finish(tx, row, EndReason.DEVICE_LOST, why, settled=False)
 
 
 def host_view(tx: Tx, host: str, now: int) -> HostView:
     """Read without a lock: the warden acts on it only after a barrier, and every act re-checks."""
-    found = tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND host = ? ORDER BY id", host)
-    return HostView(at=now, leases=tuple(lease_of(r) for r in found))
+    found = tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND host = ? AND seats = 0 ORDER BY id", host)
+    return HostView(at=now, leases=(*map(lease_of, found), *_seats_here(tx, host)))
+
+
+def _seats_here(tx: Tx, host: str) -> list[Lease]:
+    """Gangs, as this host must enforce them: its own member, its own slices."""
+    found = tx.rows(
+        f"SELECT {of_table('l', LEASE_COLUMNS)}, s.slices, s.pid, s.pid_started FROM seat s JOIN lease l ON l.id = s.lease_id "
+        "WHERE s.host = ? AND s.settled_at = 0 ORDER BY l.id",
+        host,
+    )
+    return [
+        changed(lease_of(r), slices=slices_of(r[-3]), holder=Holder(host=host, pid=r[-2], started=r[-1]))
+        for r in found
+    ]

@@ -33,7 +33,7 @@ from sublet.core.lease import (
 )
 from sublet.core.tenancy import Tenant, over_quota
 from sublet.core.values import HOUR_US
-from sublet.ledger import allowances
+from sublet.ledger import allowances, gangs
 from sublet.ledger import slices as slicing
 from sublet.ledger.credentials import opened, proves, secret_hash, unknown
 from sublet.ledger.rows import (
@@ -58,13 +58,10 @@ def load_view(tx: Tx, *, with_leases: bool) -> View:
     waiters = tuple(
         lease_of(r) for r in tx.rows(f"{SELECT_LEASE} WHERE state = 'waiting' ORDER BY joined_at, id")
     )
-    leases = (
-        tuple(
-            lease_of(r) for r in tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND slices <> '' ORDER BY id")
-        )
-        if with_leases
-        else ()
-    )
+    leases: tuple[Lease, ...] = ()
+    if with_leases:
+        found = tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND slices <> '' ORDER BY id")
+        leases = tuple(_with_what_it_has(tx, lease_of(r)) for r in found)
     devices = tuple(device_of(r) for r in tx.rows(f"{SELECT_DEVICE} ORDER BY id"))
     tenants = {
         t.name: t
@@ -76,6 +73,12 @@ def load_view(tx: Tx, *, with_leases: bool) -> View:
         )
     }
     return View(devices=devices, leases=leases, waiters=waiters, tenants=tenants, policy=tx.pool.policy)
+
+
+def _with_what_it_has(tx: Tx, lease: Lease) -> Lease:
+    """A gang that is over gives its slices back host by host; every other lease has all of them."""
+    over = lease.seats and lease.state is LeaseState.ENDED
+    return gangs.as_it_stands(tx, lease) if over else lease
 
 
 # --- acquire -------------------------------------------------------------------------------------------------
@@ -137,6 +140,8 @@ def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder
         slicing.occupy(tx, granted, decision.slices, billed=True, tenant=tenant, devices=devices)
         anchor = _journal_grant(tx, granted, decision.reason)
         _insert(tx, granted, secret, anchor)
+        if granted.seats:
+            gangs.lay(tx, granted)
         tx.rings.add(host_topic(holder.host))
         return Answer(lease=granted, at=now)
     return _join_waitlist(tx, newcomer, secret, decision)
@@ -197,26 +202,24 @@ def _granted(
         claimed=claimed,
         detail=decision.reason,
         offer_until=0,
+        seats=len(gangs.laid_out(tx, lease.request, decision.slices)),
     )
 
 
 def _journal_grant(tx: Tx, lease: Lease, reason: str) -> str:
     request = lease.request
-    return write_main(
-        tx,
-        "lease.granted",
-        request.tenant,
-        lease.id,
-        {
-            "epoch": lease.epoch,
-            "slices": slices_text(lease.slices),
-            "exclusivity": request.exclusivity.value,
-            "tier": request.tier.value,
-            "expires_at": lease.expires_at,
-            "ttl_us": request.ttl_us,
-            "reason": reason,
-        },
-    )
+    body: dict[str, object] = {
+        "epoch": lease.epoch,
+        "slices": slices_text(lease.slices),
+        "exclusivity": request.exclusivity.value,
+        "tier": request.tier.value,
+        "expires_at": lease.expires_at,
+        "ttl_us": request.ttl_us,
+        "reason": reason,
+    }
+    if lease.seats:
+        body["seats"] = lease.seats
+    return write_main(tx, "lease.granted", request.tenant, lease.id, body)
 
 
 def _insert(tx: Tx, lease: Lease, secret: str, anchor: str) -> None:
@@ -321,7 +324,7 @@ def _apply_grant(tx: Tx, lease: Lease, grant: Grant, *, claimed: bool) -> Lease:
     tx.run(
         "UPDATE lease SET state = ?, epoch = ?, slices = ?, vram_bytes = ?, granted_at = ?, expires_at = ?, "
         "active_at = ?, busy = 1, claimed = ?, detail = ?, offer_until = 0, strand_seq = 0, strand_hash = ?, "
-        "strand_anchor = ? WHERE id = ?",
+        "strand_anchor = ?, seats = ? WHERE id = ?",
         granted.state.value,
         granted.epoch,
         slices_text(granted.slices),
@@ -333,8 +336,11 @@ def _apply_grant(tx: Tx, lease: Lease, grant: Grant, *, claimed: bool) -> Lease:
         granted.detail,
         anchor,
         anchor,
+        granted.seats,
         lease.id,
     )
+    if granted.seats:
+        gangs.lay(tx, granted)
     tx.rings.update((lease_topic(lease.id), host_topic(lease.holder.host)))
     return granted
 

@@ -20,6 +20,7 @@ from sublet.core.block import Block, BlockRequest
 from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
 from sublet.core.errors import SubletError
+from sublet.core.gang import Seat
 from sublet.core.goodput import Commitment
 from sublet.core.journal import Entry, Fault
 from sublet.core.lease import EndReason, Holder, Lease, Request
@@ -94,6 +95,7 @@ class Teardown:
     at: int
     devices: tuple[str, ...]
     receipt: Receipt
+    host: str = ""  # of a gang's seat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,9 +218,15 @@ class Ledger(ItemLedger, Protocol):
     ) -> list[Answer | SubletError]:
         """One transaction for all leases of a process."""
 
-    def seat(self, key: LeaseKey, holder: Holder) -> Answer:
+    def seat(self, key: LeaseKey, holder: Holder, *, address: str = "") -> Answer:
         """A lease that was asked for by name is from now on this process's, which lives where its devices are. Called between the grant
-        and the first work; repeating it is fine."""
+        and the first work; repeating it is fine. Of a gang each host's member is seated; `address` is where the others can meet it."""
+
+    def stand_up(self, key: LeaseKey, member: Holder) -> bool:
+        """A gang's member is done, and uses nothing any more: it may end without ending the others. False when it did not sit there."""
+
+    def seats(self, lease_id: str) -> list[Seat]:
+        """Of a gang, in the order of ranks; none for a lease of one host. Read without a lock."""
 
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         """The holder began or stopped working; only this decides who is idle."""
@@ -239,11 +247,12 @@ class Ledger(ItemLedger, Protocol):
     def revoke(self, lease_id: str, *, reason: EndReason, detail: str, grace_us: int, actor: str) -> Answer:
         """Take it back at now + grace."""
 
-    def end(self, lease_id: str, epoch: int, *, reason: EndReason, detail: str) -> bool:
-        """A warden says the holder is gone. False when it ended otherwise."""
+    def end(self, lease_id: str, epoch: int, *, reason: EndReason, detail: str, host: str = "") -> bool:
+        """The warden of this host says the holder is gone. False when it ended otherwise."""
 
-    def settle(self, lease_id: str, epoch: int, receipt: Receipt) -> bool:
-        """The teardown is over: slices go back if it was proven, else their devices are withheld."""
+    def settle(self, lease_id: str, epoch: int, receipt: Receipt, *, host: str = "") -> bool:
+        """The teardown on this host is over: slices go back if it was proven, else their devices are withheld. Of a gang only those of the
+        host's seat."""
 
     def receipts(self, *, tenant: str = "", limit: int = 200) -> list[Teardown]:
         """For listings and audits: how teardowns went, newest first."""

@@ -7,6 +7,7 @@ Rules of this file:
 - A lease looked at too long ago may have been renewed since: before killing, the ledger is asked once more, for a moment.
 - A teardown is `runtime/teardown.py`'s, each in a thread of its own: one wedged device must not hold up the others.
 - Hosts look after each other: what nobody is left to end on a silent one is ended, at its deadline, by any other's schedule.
+- Of a gang a warden sees its own host's seat: the member there, the slices there. The deadline and the end are the whole gang's.
 - One that drains gives its host back: no more grants, every lease told, and it leaves when the last of them is settled.
 - All it knows it can read again: after its own death a new warden rebuilds the same picture from rows (K3).
 """
@@ -257,7 +258,7 @@ class Warden:
             f"lease {lease.id}: pid {lease.holder.pid} {receipt.ladder}, proven={receipt.proven} {receipt.detail}"
         )
         if watched.gone and lease.state is not LeaseState.ENDED:
-            reason, detail = EndReason.HOLDER_LOST, _lost(lease.holder)
+            reason, detail = EndReason.HOLDER_LOST, _lost(lease)
         else:
             reason, detail = lease.reason or EndReason.EXPIRED, lease.detail or "ended at its deadline"
         with self._lock:
@@ -377,7 +378,11 @@ class Warden:
             lease = watched.lease
             if lease.state is not LeaseState.ENDED:
                 self._ledger.end(
-                    lease.id, lease.epoch, reason=EndReason.HOLDER_LOST, detail=_lost(lease.holder)
+                    lease.id,
+                    lease.epoch,
+                    reason=EndReason.HOLDER_LOST,
+                    detail=_lost(lease),
+                    host=self._host,
                 )
             watched.told = True
 
@@ -386,8 +391,14 @@ class Warden:
             pending = list(self._shared.unsettled.values())
         for settlement in pending:
             lease = settlement.lease
-            self._ledger.end(lease.id, lease.epoch, reason=settlement.reason, detail=settlement.detail)
-            self._ledger.settle(lease.id, lease.epoch, settlement.receipt)
+            self._ledger.end(
+                lease.id,
+                lease.epoch,
+                reason=settlement.reason,
+                detail=settlement.detail,
+                host=self._host,
+            )
+            self._ledger.settle(lease.id, lease.epoch, settlement.receipt, host=self._host)
             self._processes.forget(lease.holder)
             with self._lock:
                 self._shared.unsettled.pop(lease.id, None)
@@ -426,6 +437,9 @@ class Warden:
                     continue
                 deadline = sent_at + lease.ends_at - view.at
                 watched = self._shared.watched.get(lease.id)
+                if watched is not None and watched.lease.holder != lease.holder and not watched.ending:
+                    self._drop(watched)  # somebody sat down, or left, since the last look
+                    watched = None
                 if watched is not None:
                     watched.lease, watched.deadline_us = lease, deadline
                     if deadline > self._clock.monotonic_us():
@@ -464,5 +478,7 @@ class Warden:
             watched.fd = None
 
 
-def _lost(holder: Holder) -> str:
-    return f"its holder, process {holder.pid}, ended without releasing it"
+def _lost(lease: Lease) -> str:
+    if lease.seats:  # the ledger names the seat
+        return f"process {lease.holder.pid} ended without leaving it"
+    return f"its holder, process {lease.holder.pid}, ended without releasing it"

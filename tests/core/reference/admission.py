@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from sublet.core.lease import HOLDING, Lease, LeaseState, Request
 from sublet.core.policy import Policy
 from sublet.core.pool import View
 from sublet.core.preemption import protected_us
+from sublet.core.spread import Spread
 from sublet.core.tenancy import Tenant, never_within_quota, over_quota, used_now
 from sublet.core.values import format_duration, format_size
 
@@ -90,9 +92,19 @@ def why_waiting(waiter: Lease, view: View, now: int) -> str:
         d for d in view.devices if d.state is DeviceState.READY and (not shape.host or d.host == shape.host)
     ]
     roomy = [d for d in ready if d.free_bytes >= shape.vram_bytes]
-    if len(roomy) >= shape.count:
+    one_host = shape.of_any_one_host and len({d.host for d in view.devices}) > 1
+    there = Counter(d.host for d in roomy)
+    enough = max(there.values(), default=0) if one_host else len(roomy)
+    if enough >= shape.count:
         return f"exclusivity: {shape.exclusivity.value} cannot share a device with the leases on it"
     most = max((d.free_bytes for d in ready), default=0)
+    if one_host:
+        spread = fit(replace(shape, spread=Spread.OK), view.devices)
+        return (
+            f"resources: needs {shape.count} × {format_size(shape.vram_bytes)} on one host, "
+            f"{enough} such devices are free there"
+            f"{'; spread=ok takes them from several hosts now' if spread is not None else ''}"
+        )
     if shape.count > 1:
         return (
             f"resources: needs {shape.count} × {format_size(shape.vram_bytes)}, "
@@ -145,6 +157,10 @@ class _Room:
             ),
             key=lambda d: (-d.free_bytes, d.id),
         )
+        if shape.of_any_one_host:
+            ways = [[d for d in near if d.host == h][: shape.count] for h in {d.host for d in near}]
+            ways = [way for way in ways if len(way) == shape.count]
+            near = min(ways, key=lambda way: (-way[-1].free_bytes, way[-1].id), default=[])
         if len(near) >= shape.count:
             self.kept.update(d.id for d in near[: shape.count])
 
@@ -168,7 +184,7 @@ def _within_quota(request: Request, tenant: Tenant) -> int:
 
 def enough_is_left(view: View, room: _Room, shape: Shape) -> bool:
     """Does it fit once who is on its way out has gone?"""
-    found = 0
+    found: Counter[str] = Counter()
     for device in room.devices.values():
         there = [(x, s) for x in view.leases if x.holds_slices for s in x.slices if s.device_id == device.id]
         staying = [
@@ -177,8 +193,9 @@ def enough_is_left(view: View, room: _Room, shape: Shape) -> bool:
             if x.state not in (LeaseState.REVOKING, LeaseState.ENDED)
         ]
         left = len(staying) < len(there) and usable(occupy(device, staying), shape)
-        found += usable(device, shape) or left
-    return found >= shape.count
+        found[device.host] += usable(device, shape) or left
+    most = max(found.values(), default=0) if shape.of_any_one_host else found.total()
+    return most >= shape.count
 
 
 def place(view: View, now: int, order: Sequence[Lease] | None = None) -> list[Grant | Offer]:
@@ -322,6 +339,12 @@ def refusal(request: Request, tenant: Tenant, view: View, waiting: int) -> Refus
     """Reasons to say no at once, waiting or not."""
     capacities = [(d.host, d.capacity_bytes) for d in view.devices if d.state is not DeviceState.LOST]
     if not could_ever_fit(request.shape(request.least_bytes or request.vram_bytes), capacities):
+        spread = request.shape(request.least_bytes or request.vram_bytes)
+        if spread.of_any_one_host and could_ever_fit(replace(spread, spread=Spread.OK), capacities):
+            asked = f"{request.count} × {format_size(request.vram_bytes)}"
+            return Refusal(
+                error=NeverFits, reason=f"{asked} never fits on one host; spread=ok takes them from several"
+            )
         largest = max((c for _, c in capacities), default=0)
         have = (
             f"{len(capacities)} device(s), the largest {format_size(largest)}" if capacities else "no device"

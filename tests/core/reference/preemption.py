@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from sublet.core.device import Device
 from sublet.core.lease import Lease
@@ -14,11 +15,31 @@ def choose(
     waiter: Lease, devices: Iterable[Device], leases: Sequence[Lease], policy: Policy, now: int
 ) -> tuple[list[Victim], list[str]] | None:
     """Victims that make room for the waiter, and the devices the room is on; None when nothing may be taken."""
+    known = list(devices)
+    hosts = sorted({d.host for d in known})
+    shape = waiter.request.shape()
+    if shape.of_any_one_host and len(hosts) > 1:
+        ways = []
+        for host in hosts:
+            there = replace(waiter, request=replace(waiter.request, host=host))
+            if (way := _options(there, known, leases, policy, now)) is not None:
+                ways.append(([cost for cost, _, _ in reversed(way)], way))
+        return _picked(min(ways, key=lambda w: w[0])[1]) if ways else None
+    found = _options(waiter, known, leases, policy, now)
+    return _picked(found) if found is not None else None
+
+
+_Option = tuple[tuple[int, int, int, int, int, str], list[Victim], str]
+
+
+def _options(
+    waiter: Lease, devices: Iterable[Device], leases: Sequence[Lease], policy: Policy, now: int
+) -> list[_Option] | None:
     on_device: dict[str, list[Lease]] = {}
     for lease in leases:
         for s in lease.slices:
             on_device.setdefault(s.device_id, []).append(lease)
-    options: list[tuple[tuple[int, int, int, int, int, str], list[Victim], str]] = []
+    options: list[_Option] = []
     for device in devices:
         victims = room_on(device, on_device.get(device.id, []), waiter, policy, now)
         if victims is None:
@@ -32,7 +53,9 @@ def choose(
         options.append((cost, victims, device.id))
     options.sort(key=lambda option: option[0])
     picked = options[: waiter.request.count]
-    if len(picked) < waiter.request.count:
-        return None
+    return picked if len(picked) == waiter.request.count else None
+
+
+def _picked(picked: list[_Option]) -> tuple[list[Victim], list[str]]:
     chosen = {v.lease.id: v for _, found, _ in picked for v in found}
     return sorted(chosen.values(), key=lambda v: v.cost), [device_id for _, _, device_id in picked]

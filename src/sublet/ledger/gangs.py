@@ -1,0 +1,185 @@
+"""The seats of a gang: laid out at its grant, taken by its members, settled one by one.
+
+Rules of this file:
+- The pool's lock is held by everything that writes here: a gang is granted, lost and settled in the same queue as every other lease, so two of
+  them that want the same hosts meet at one lock and not at each other's.
+- A lease of one host has no row here and pays for none of this.
+- Slices of a host go back when its seat is settled, and not before: with a Receipt if somebody sat there, at once if nobody did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from sublet.core import gang
+from sublet.core.device import Slice
+from sublet.core.errors import LeaseLost, SubletError
+from sublet.core.gang import Seat, seat_lost
+from sublet.core.lease import Holder, Lease, Request
+from sublet.core.spread import Spread
+from sublet.ledger import receipts
+from sublet.ledger import slices as slicing
+from sublet.ledger.rows import slices_of, slices_text
+from sublet.ledger.tx import Row, Tx, write_main
+from sublet.ports.ledger import Answer
+from sublet.ports.processes import Receipt
+from sublet.ports.topics import host_topic, lease_topic
+
+_COLUMNS = "host, slices, pid, pid_started, address, settled_at"
+
+
+def seat_of(r: Row) -> Seat:
+    return Seat(
+        host=r[0],
+        slices=slices_of(r[1]),
+        member=Holder(host=r[0], pid=r[2], started=r[3]) if r[2] else None,
+        address=r[4],
+        settled_at=r[5],
+    )
+
+
+def load(tx: Tx, lease_id: str) -> tuple[Seat, ...]:
+    """In the order of their ranks."""
+    found = tx.rows(f"SELECT {_COLUMNS} FROM seat WHERE lease_id = ? ORDER BY rank", lease_id)
+    return tuple(seat_of(r) for r in found)
+
+
+# --- granted -------------------------------------------------------------------------------------------------
+
+
+def laid_out(tx: Tx, request: Request, slices: Sequence[Slice]) -> tuple[Seat, ...]:
+    """The seats of a grant; none where it is of one host."""
+    if request.spread is not Spread.OK or request.count == 1:
+        return ()
+    marks = ",".join("?" * len(slices))
+    hosts = dict(
+        tx.rows(f"SELECT id, host FROM device WHERE id IN ({marks})", *(s.device_id for s in slices))
+    )
+    seats = gang.seats_of(slices, hosts)
+    return seats if len(seats) > 1 else ()
+
+
+def lay(tx: Tx, lease: Lease) -> None:
+    for rank, seat in enumerate(laid_out(tx, lease.request, lease.slices)):
+        tx.run(
+            f"INSERT INTO seat (lease_id, rank, {_COLUMNS}) VALUES (?,?,?,?,0,0,'',0)",
+            lease.id,
+            rank,
+            seat.host,
+            slices_text(seat.slices),
+        )
+        tx.rings.add(host_topic(seat.host))
+
+
+# --- sat on --------------------------------------------------------------------------------------------------
+
+
+def sit(tx: Tx, lease: Lease, epoch: int, member: Holder, address: str) -> Answer | SubletError:
+    seats = load(tx, lease.id)
+    refusal = gang.take_seat(lease, seats, epoch, tx.now, member)
+    if refusal:
+        return LeaseLost(
+            f"gang {lease.id} has no seat for process {member.pid} on {member.host}: {refusal}",
+            remedy="start one member on each host of the gang, while it is held",
+        )
+    mine = next(s for s in seats if s.host == member.host)
+    if mine.member != member or mine.address != address:
+        tx.run(
+            "UPDATE seat SET pid = ?, pid_started = ?, address = ? WHERE lease_id = ? AND host = ?",
+            member.pid,
+            member.started,
+            address,
+            lease.id,
+            member.host,
+        )
+        _said(tx, "seat.taken", lease, member.host, {"pid": member.pid})
+    return Answer(lease=lease, at=tx.now)
+
+
+def stand_up(tx: Tx, lease: Lease, member: Holder) -> bool:
+    """The member is done, and says itself that it uses nothing any more. Its slices stay with the gang until that ends."""
+    left = tx.run(
+        "UPDATE seat SET pid = 0, pid_started = 0, address = '' WHERE lease_id = ? AND host = ? AND pid = ? AND pid_started = ? "
+        "AND settled_at = 0",
+        lease.id,
+        member.host,
+        member.pid,
+        member.started,
+    )
+    if left:
+        _said(tx, "seat.left", lease, member.host, {"pid": member.pid})
+    return bool(left)
+
+
+def _said(tx: Tx, kind: str, lease: Lease, host: str, more: dict[str, object]) -> None:
+    write_main(tx, kind, lease.tenant, lease.id, {"epoch": lease.epoch, "host": host, **more})
+    tx.rings.update((lease_topic(lease.id), host_topic(host)))
+
+
+# --- over ----------------------------------------------------------------------------------------------------
+
+
+def why_lost(tx: Tx, lease: Lease, host: str, what: str) -> str:
+    for rank, seat in enumerate(load(tx, lease.id)):
+        if seat.host == host:
+            return seat_lost(host, rank, lease.seats, what)
+    return what
+
+
+def sits(tx: Tx, lease: Lease, host: str) -> bool:
+    return any(s.member is not None and s.host == host for s in load(tx, lease.id))
+
+
+def unsettled_hosts(tx: Tx, lease: Lease) -> list[str]:
+    """Where something of it may still be."""
+    return [s.host for s in load(tx, lease.id) if not s.settled_at] if lease.seats else [lease.holder.host]
+
+
+def ring(tx: Tx, lease: Lease) -> None:
+    """Whoever has to act on what became of it."""
+    hosts = [lease.holder.host, *(s.host for s in load(tx, lease.id))] if lease.seats else [lease.holder.host]
+    tx.rings.update((lease_topic(lease.id), *map(host_topic, hosts)))
+
+
+def nobody_sits(tx: Tx, lease: Lease) -> bool:
+    return not any(s.member for s in load(tx, lease.id) if not s.settled_at)
+
+
+def settle_empty(tx: Tx, lease: Lease, *, all_of_it: bool) -> None:
+    """It has just ended: what nobody sat on goes back, which may be all of it."""
+    free = gang.at_once(load(tx, lease.id))
+    for seat in free:
+        tx.run("UPDATE seat SET settled_at = ? WHERE lease_id = ? AND host = ?", tx.now, lease.id, seat.host)
+        body: dict[str, object] = {"slices": slices_text(seat.slices), "detail": "nobody sat there"}
+        _said(tx, "seat.settled", lease, seat.host, body)
+        slicing.vacate(tx, lease, seat.slices, last=all_of_it and seat is free[-1])
+
+
+def settle(tx: Tx, lease: Lease, host: str, receipt: Receipt) -> tuple[Seat, bool] | None:
+    """One seat is over; and whether it was the last. None: it was before, or is not of this gang."""
+    seats = load(tx, lease.id)
+    mine = next((s for s in seats if s.host == host and not s.settled_at), None)
+    if mine is None:
+        return None
+    last = not any(s is not mine and not s.settled_at for s in seats)
+    receipts.keep(tx, replace(lease, slices=mine.slices), receipt, host)
+    tx.run("UPDATE seat SET settled_at = ? WHERE lease_id = ? AND host = ?", tx.now, lease.id, host)
+    _said(tx, "seat.settled", lease, host, {"slices": slices_text(mine.slices), **asdict(receipt)})
+    slicing.vacate(tx, lease, mine.slices, last=last)
+    if last:
+        tx.run("UPDATE lease SET settled_at = ? WHERE id = ?", tx.now, lease.id)
+        told = tx.rows("SELECT proven, duration_us FROM receipt WHERE lease_id = ?", lease.id)
+        body: dict[str, object] = {
+            "proven": all(proven for proven, _ in told),
+            "duration_us": max(took for _, took in told),
+            "seats": lease.seats,
+        }
+        write_main(tx, "lease.settled", lease.tenant, lease.id, body)
+        tx.rings.add(lease_topic(lease.id))
+    return mine, last
+
+
+def as_it_stands(tx: Tx, lease: Lease) -> Lease:
+    """Of one that is over: with the slices it still has."""
+    return replace(lease, slices=gang.still_held(load(tx, lease.id)))
