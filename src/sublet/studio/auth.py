@@ -23,7 +23,7 @@ from starlette.types import Scope as ASGIScope
 
 from sublet.core.errors import Forbidden, InvariantBroken, Unauthorized
 from sublet.core.token import Credential, Scope
-from sublet.runtime.tokens import authenticate
+from sublet.runtime.tokens import claimed, let_in
 from sublet.studio.limits import BoundedBody
 from sublet.studio.service import Service, Visit
 from sublet.studio.wire import BodyTooLarge, TooManyNow, TooSlow
@@ -152,16 +152,21 @@ class Shortcut:
         await self._app(scope, receive, send)
 
 
-async def admitted(service: Service, request: Request) -> Credential:
-    """Whose token the request shows, or `Unauthorized`."""
+async def admitted(service: Service, request: Request, session_id: str = "") -> Credential:
+    """Whose token the request shows, or `Unauthorized`. With a session, that is looked up in the same breath."""
     text = shown_token(request)
     if not text:
         raise Unauthorized("no token was shown; nothing was read or changed")
-    return await service.quick(lambda: authenticate(service.ledger, text, service.now_us()))
+    token_id, secret = claimed(text)
+    token, session = await service.visited(token_id, session_id)
+    who = let_in(token, secret, service.now_us())
+    request.scope["sublet"].session = session
+    return who
 
 
 async def _let_in(service: Service, request: Request, visit: Visit, own: Terms) -> None:
-    visit.credential = who = await admitted(service, request)
+    named = request.path_params.get("session_id", "") if own.lean else ""
+    visit.credential = who = await admitted(service, request, named)
     if own.opens is Opens.OPERATOR and who.scope is not Scope.OPERATOR:
         raise Forbidden
     over = service.tenants.take(who.tenant, time.monotonic())
