@@ -19,7 +19,7 @@ from sublet.core.errors import NotFound, SubletError
 from sublet.core.token import Credential, Token
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.settings import Settings
-from sublet.studio.limits import Buckets, Crowd, Limits, Pace, Unread
+from sublet.studio.limits import Buckets, Crowd, Flooding, Limits, Pace, Penalties, Unread
 from sublet.studio.logs import Log
 from sublet.studio.metrics import Meters
 from sublet.studio.reads import Together
@@ -105,6 +105,8 @@ class Service:
         self.embedded = settings["ledger"].startswith("sqlite:")
         self.addresses = Buckets(self.limits.address_rate, self.limits.burst_seconds)
         self.tenants = Buckets(self.limits.tenant_rate, self.limits.burst_seconds)
+        self.penalties = Penalties(self.limits.penalty_seconds, self.limits.penalty_most_seconds)
+        self.flooding = Flooding()
         self.pace = Pace(self.limits.tenant_bytes)
         self.unread = Unread(self.limits)
         self.requests = Crowd(self.limits.tenant_requests, "requests being answered")
@@ -141,6 +143,12 @@ class Service:
                 return token, self.ledger.look_session(session_id, token.tenant)
             return token, None
         return await self._visits.ask((token_id, session_id)) or (None, None)
+
+    async def penalty(self, key: str) -> None:
+        """The sender of what is refused waits, not the service."""
+        seconds = self.penalties.next(key, time.monotonic())
+        if seconds:
+            await asyncio.sleep(seconds)
 
     async def quick(self, read: Callable[[], T]) -> T:
         """A read of a row or two."""

@@ -145,9 +145,14 @@ def add_sessions(router: APIRouter, service: Service, pricing: Pricing) -> Sessi
     ) -> Json:
         who = credential(request)
         whose = tenant if is_operator(who) else who.tenant
-        found = await service.work(lambda: ledger.sessions(tenant=whose, open_only=open, limit=limit))
-        usage = await pricing.usages(whose, found)
-        await pricing.refresh()
+
+        def read() -> tuple[list[SessionAnswer], dict[str, Shape]]:
+            listed = ledger.sessions(tenant=whose, open_only=open, limit=limit)
+            return listed, pricing.usages_now(whose, listed)
+
+        found, usage = await service.work(read)
+        if any(a.status is SessionStatus.OFFERED for a in found):
+            await pricing.refresh()
         return Json(
             {"sessions": [session_shape(a, usage.get(a.session.id), pricing.offer_now(a)) for a in found]}
         )
