@@ -21,6 +21,7 @@ from sublet.ledger import sessions as session_verbs
 from sublet.ledger.ledger import SqlLedger
 from sublet.ports.ledger import Answer, SessionAnswer
 from sublet.ports.topics import session_topic
+from sublet.runtime.tokens import new_token
 
 from .rig import HERE, MINUTE, SECOND, Rig
 
@@ -141,6 +142,39 @@ def test_each_change_raises_the_version_and_being_used_does_not(pool: Rig) -> No
 
 
 # --- whose it is ---------------------------------------------------------------------------------------------
+
+
+def test_many_visits_are_looked_up_as_one_by_one_would_be(pool: Rig) -> None:
+    """T1: the tenant is the token's, whatever else is asked for in the same statement."""
+    mine, theirs = open_one(pool).session.id, open_one(pool, "bob").session.id
+    lease_for(pool, look(pool, mine))
+    shown = {tenant: new_token() for tenant in ("ada", "bob")}
+    for tenant, token in shown.items():
+        pool.ledger.add_token(token.id, token.digest, tenant, actor="op")
+    over = new_token()
+    pool.ledger.add_token(over.id, over.digest, "ada", actor="op")
+    pool.ledger.revoke_token(over.id, actor="op")
+    named = ["", mine, theirs, new_id(), "S", "a\x00b", "' OR 1 = 1 --"]
+    keys = [(t, s) for t in (shown["ada"].id, shown["bob"].id, over.id, new_token().id) for s in named]
+    with pool.only_journals():
+        visits = pool.ledger.look_visits(keys)
+    for token_id, session_id in keys:
+        token = pool.ledger.look_token(token_id)
+        if token is None:
+            assert (token_id, session_id) not in visits
+            continue
+        found, session = visits[(token_id, session_id)]
+        assert found == token
+        owned = {("ada", mine), ("bob", theirs)}
+        if (token.tenant, session_id) not in owned:
+            assert session is None
+            continue
+        assert session is not None
+        alone = look(pool, session_id, token.tenant)
+        assert (session.session, session.lease) == (alone.session, alone.lease)
+        assert session.at <= alone.at
+    assert visits[(over.id, mine)][0].revoked_at
+    assert pool.ledger.look_visits([]) == {}
 
 
 def test_another_tenants_session_is_as_absent_as_none(pool: Rig) -> None:

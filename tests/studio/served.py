@@ -33,7 +33,7 @@ def token_for(ledger: Ledger, tenant: str, scope: Scope = Scope.USER) -> str:
     return made.text
 
 
-@dataclass
+@dataclass(eq=False)
 class Served:
     """`sublet serve` at a port of its own; killed and started again as often as one likes."""
 

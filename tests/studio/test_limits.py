@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from sublet.core.token import Credential, Scope
+from sublet.runtime.tokens import new_token
 from sublet.settings import load_settings
-from sublet.studio.limits import MIB, Buckets, Crowd, Limits
+from sublet.studio.limits import MIB, Buckets, Crowd, Flooding, Limits, Penalties
 from sublet.studio.wire import TooManyNow
 from tests.ledger.rig import Rig
 from tests.runtime.conftest import wait_until
@@ -91,6 +93,57 @@ def test_an_address_over_its_rate_is_refused_before_its_token_is_looked_at(
         said = [studio.ask("GET", "/v1/me", token).status for _ in range(12)]
         assert 429 in said
         assert len(looked) == said.count(200)
+
+
+def test_refusals_come_later_each_time_and_never_together() -> None:
+    penalties = Penalties(0.25, 2.0)
+    told = [penalties.next("a", 0.0) for _ in range(200)]
+    assert 0.18 < told[0] < 0.32
+    assert all(1.5 <= seconds <= 2.5 for seconds in told[-20:])
+    assert len(set(told)) == len(told)
+    assert penalties.next("b", 0.0) < 0.32  # everybody has an own count
+    assert penalties.next("a", 3600.0) < 0.32  # and it is forgotten
+    assert Penalties(0.0, 2.0).next("a", 0.0) == 0.0
+
+
+def test_a_flood_is_refused_without_a_look_into_the_ledger(
+    sqlite: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with limited(sqlite, tmp_path, tenant_rate=0.2, burst_seconds=10.0) as studio:
+        ann, bob = studio.token("ann"), studio.token("bob")
+        second = new_token()
+        studio.ledger.add_token(second.id, second.digest, "ann", actor="test")
+        looked: list[str] = []
+        real = sqlite.ledger.look_token
+        monkeypatch.setattr(sqlite.ledger, "look_token", lambda t: (looked.append(t), real(t))[1])
+        said = [studio.ask("GET", "/v1/me", ann) for _ in range(8)]
+        assert [s.status for s in said] == [200, 200] + [429] * 6
+        assert len(looked) == 3  # two that passed, and the first that did not
+        refused = said[-1]
+        assert (refused.code, refused.json) == (
+            "too_many",
+            said[2].json | {"id": refused.headers["x-request-id"]},
+        )
+        assert int(refused.headers["retry-after"]) >= 1
+        assert studio.ask("POST", "/v1/sessions", ann, raw=b"x" * MIB).status == 429  # none of it was read
+        assert studio.ask("GET", "/v1/me", bob).status == 200
+        # Only what was let in is known: another token of the tenant and a wrong secret are looked up.
+        assert studio.ask("GET", "/v1/me", second.text).status == 429
+        assert studio.ask("GET", "/v1/me", ann[:-1] + ("0" if ann[-1] != "0" else "1")).status == 401
+        assert len(looked) == 6
+        assert '"status":429' in studio.log()
+
+
+def test_what_a_flood_showed_is_looked_up_again_soon() -> None:
+    flooding = Flooding()
+    assert not flooding
+    who = Credential(tenant="ann", scope=Scope.USER, token_id="0" * 16)
+    flooding.add("shown", who, 100.0)
+    assert flooding
+    assert flooding.find("shown", 104.9) == who
+    assert flooding.find("other", 104.9) is None
+    assert flooding.find("shown", 105.1) is None
+    assert not flooding
 
 
 @pytest.mark.parametrize("how", ["length", "chunked"])

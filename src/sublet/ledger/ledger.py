@@ -368,6 +368,21 @@ class SqlLedger(ItemVerbs):
 
         return raised(self.engine.read(read))
 
+    def look_visits(
+        self, keys: Sequence[tuple[str, str]]
+    ) -> dict[tuple[str, str], tuple[Token, SessionAnswer | None]]:
+        def read(tx: Tx) -> dict[tuple[str, str], tuple[Token, SessionAnswer | None]]:
+            visits: dict[tuple[str, str], tuple[Token, SessionAnswer | None]] = {}
+            for token_id, session_id in keys:
+                token = tokens.look(tx, token_id)
+                if token is not None:
+                    found = sessions.look(tx, session_id, token.tenant)
+                    session = None if isinstance(found, SubletError) else found
+                    visits[(token_id, session_id)] = (token, session)
+            return visits
+
+        return self.engine.read(read)
+
     def sessions(self, *, tenant: str = "", open_only: bool = True, limit: int = 1000) -> list[SessionAnswer]:
         def read(tx: Tx) -> list[SessionAnswer]:
             found = sessions.list_sessions(tx, tenant, open_only, limit)

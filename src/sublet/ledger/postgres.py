@@ -38,9 +38,10 @@ from sublet.core.journal import GENESIS
 from sublet.core.lease import Holder, Request
 from sublet.core.policy import Policy
 from sublet.core.session import is_id
+from sublet.core.token import Token
 from sublet.core.values import check_job
 from sublet.failpoints import ConnectionDropped, failpoint
-from sublet.ledger import migrations, sessions
+from sublet.ledger import migrations, sessions, tokens
 from sublet.ledger.credentials import secret_hash
 from sublet.ledger.engine import raised
 from sublet.ledger.ledger import SqlLedger, check_request
@@ -48,7 +49,7 @@ from sublet.ledger.lending import AllLent, Lending
 from sublet.ledger.postgres_bell import Listener, Notifier, PostgresBell
 from sublet.ledger.postgres_driver import pg, psycopg
 from sublet.ledger.postgres_items import PostgresItemVerbs
-from sublet.ledger.rows import lease_of
+from sublet.ledger.rows import SESSION_AND_LEASE, lease_of, of_table
 from sublet.ledger.tx import Pool, Row, Tx
 from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
@@ -573,10 +574,19 @@ def _translated() -> Iterator[None]:
         raise _Again(lost=True) from e
 
 
-#: A standby's clock may be behind: not before any time the ledger has lived through.
-_LOOK_SESSION = _placed(
-    sessions.LOOK.replace(" FROM ", ", (SELECT greatest(clock_us, sublet_now()) FROM pool) FROM ", 1)
+def _with_time(sql: str) -> str:
+    """A standby's clock may be behind: not before any time the ledger has lived through."""
+    return _placed(sql.replace(" FROM ", ", (SELECT greatest(clock_us, sublet_now()) FROM pool) FROM ", 1))
+
+
+_LOOK_SESSION = _with_time(sessions.LOOK)
+#: A session is only found with the tenant of the token that is shown (T1).
+_LOOK_VISITS = _with_time(
+    f"SELECT {SESSION_AND_LEASE}, {of_table('t', tokens.COLUMNS)}, k.session FROM unnest(?::text[], ?::text[]) AS k(token, session) "
+    "JOIN token t ON t.id = k.token LEFT JOIN studio_session s ON s.id = k.session AND s.tenant = t.tenant "
+    "LEFT JOIN lease l ON l.id = s.lease_id"
 )
+_TOKEN_WIDTH = len(tokens.COLUMNS.split(","))
 
 
 class PostgresLedger(PostgresItemVerbs, SqlLedger):
@@ -683,6 +693,22 @@ class PostgresLedger(PostgresItemVerbs, SqlLedger):
             else None
         )
         return sessions.answer_of(row, row[-1]) if row is not None else raised(sessions.unknown(session_id))
+
+    def look_visits(
+        self, keys: Sequence[tuple[str, str]]
+    ) -> dict[tuple[str, str], tuple[Token, SessionAnswer | None]]:
+        if not keys:
+            return {}
+        shown = [token_id for token_id, _ in keys]
+        named = [session_id if is_id(session_id) else "" for _, session_id in keys]
+        rows = self.engine.call_rows(_LOOK_VISITS, (shown, named), durable=False)
+        found: dict[tuple[str, str], tuple[Token, SessionAnswer | None]] = {}
+        for row in rows or ():
+            token = tokens.of_row(row[-2 - _TOKEN_WIDTH : -2])
+            session = sessions.answer_of(row, row[-1]) if row[0] is not None else None
+            found[(token.id, row[-2])] = (token, session)
+        asked = zip(keys, zip(shown, named, strict=True), strict=True)
+        return {key: found[clean] for key, clean in asked if clean in found}
 
     def commit(self, key: LeaseKey, commit: Commit) -> Committed | Duplicate:
         check_job(commit.job)

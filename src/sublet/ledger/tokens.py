@@ -13,14 +13,14 @@ from sublet.core.token import Scope, Token, judge, rotated
 from sublet.ledger.slices import load_tenant
 from sublet.ledger.tx import Row, Tx, write_main
 
-_COLUMNS = "id, tenant, scope, digest, note, created_at, expires_at, revoked_at"
-_SELECT = f"SELECT {_COLUMNS} FROM token"
+COLUMNS = "id, tenant, scope, digest, note, created_at, expires_at, revoked_at"
+_SELECT = f"SELECT {COLUMNS} FROM token"
 
 #: More than any tenant needs; a script that makes one per run finds out here.
 TOKENS_MAX = 1000
 
 
-def _token_of(r: Row) -> Token:
+def of_row(r: Row) -> Token:
     return Token(
         id=r[0],
         tenant=r[1],
@@ -38,7 +38,7 @@ BY_ID = f"{_SELECT} WHERE id = ?"
 
 
 def token_of(row: Row | None) -> Token | None:
-    return _token_of(row) if row else None
+    return of_row(row) if row else None
 
 
 def look(tx: Tx, token_id: str) -> Token | None:
@@ -47,8 +47,8 @@ def look(tx: Tx, token_id: str) -> Token | None:
 
 def list_tokens(tx: Tx, tenant: str) -> list[Token]:
     if tenant:
-        return [_token_of(r) for r in tx.rows(f"{_SELECT} WHERE tenant = ? ORDER BY created_at, id", tenant)]
-    return [_token_of(r) for r in tx.rows(f"{_SELECT} ORDER BY tenant, created_at, id")]
+        return [of_row(r) for r in tx.rows(f"{_SELECT} WHERE tenant = ? ORDER BY created_at, id", tenant)]
+    return [of_row(r) for r in tx.rows(f"{_SELECT} ORDER BY tenant, created_at, id")]
 
 
 def _unknown(token_id: str) -> NotFound:
@@ -57,7 +57,7 @@ def _unknown(token_id: str) -> NotFound:
 
 def _insert(tx: Tx, token: Token) -> None:
     tx.run(
-        f"INSERT INTO token ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?)",
+        f"INSERT INTO token ({COLUMNS}) VALUES (?,?,?,?,?,?,?,?)",
         token.id,
         token.tenant,
         token.scope.value,

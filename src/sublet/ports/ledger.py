@@ -343,6 +343,12 @@ class Ledger(ItemLedger, Protocol):
     def look_session(self, session_id: str, tenant: str, *, explain: bool = False) -> SessionAnswer:
         """Called for each request: one statement, no lock. With `explain`, where it stands in the waitlist."""
 
+    def look_visits(
+        self, keys: Sequence[tuple[str, str]]
+    ) -> dict[tuple[str, str], tuple[Token, SessionAnswer | None]]:
+        """Called for all requests of a moment, by (token id, session id or ''): the token, and the session if it is of the token's tenant.
+        One statement, no lock. A token that is not there is left out."""
+
     def sessions(self, *, tenant: str = "", open_only: bool = True, limit: int = 1000) -> list[SessionAnswer]:
         """For listings, newest first; '' is everybody's, for operators. Those that wait carry position and reason."""
 

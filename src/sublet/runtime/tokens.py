@@ -16,6 +16,7 @@ from sublet.core.token import (
     ID_BYTES,
     SECRET_BYTES,
     Credential,
+    Token,
     digest_of,
     judge,
     opens,
@@ -44,8 +45,17 @@ def new_token() -> NewToken:
 
 def authenticate(ledger: Ledger, text: str, now: int) -> Credential:
     """Who shows this token, or `Unauthorized`."""
-    token_id, secret = parse_token(text) or (_NOBODY, _NO_SECRET)
-    token = ledger.look_token(token_id)
+    token_id, secret = claimed(text)
+    return let_in(ledger.look_token(token_id), secret, now)
+
+
+def claimed(text: str) -> tuple[str, str]:
+    """The id to look up and the secret to compare, also for what is no token."""
+    return parse_token(text) or (_NOBODY, _NO_SECRET)
+
+
+def let_in(token: Token | None, secret: str, now: int) -> Credential:
+    """`token` is what was found under the id that was claimed."""
     right = opens(secret, token.digest if token is not None else _NO_DIGEST)
     if token is None or not right:
         raise Unauthorized

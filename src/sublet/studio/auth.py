@@ -3,12 +3,11 @@
 Rules of this file:
 - A route without terms does not exist: the app refuses to be built. Nothing is open because somebody forgot.
 - The tenant comes from the credential and from nowhere else. Each request looks its token up, once: a revoked one counts at once.
-- The order is: token, scope, how many requests, how large a body. Nothing of a body is read before.
+- The order is: token, scope, how many requests, how large a body. Nothing of a body is read before. A flood is refused before the first.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from starlette.types import Scope as ASGIScope
 
 from sublet.core.errors import Forbidden, InvariantBroken, Unauthorized
 from sublet.core.token import Credential, Scope
-from sublet.runtime.tokens import authenticate
+from sublet.runtime.tokens import claimed, let_in
 from sublet.studio.limits import BoundedBody
 from sublet.studio.service import Service, Visit
 from sublet.studio.wire import BodyTooLarge, TooManyNow, TooSlow
@@ -73,10 +72,10 @@ def terms_of(endpoint: Callable[..., Any]) -> Terms:
     return found
 
 
-def shown_token(request: Request) -> str:
+def shown_token(scope: ASGIScope) -> str:
     """The text after Bearer. A token anywhere else, as in the address, is not looked at."""
     found = ""
-    for name, value in request.scope["headers"]:
+    for name, value in scope["headers"]:
         if name == b"authorization":
             if found:
                 return ""  # two of them: neither counts
@@ -152,29 +151,51 @@ class Shortcut:
         await self._app(scope, receive, send)
 
 
-async def admitted(service: Service, request: Request) -> Credential:
-    """Whose token the request shows, or `Unauthorized`."""
-    text = shown_token(request)
+async def admitted(service: Service, request: Request, session_id: str = "") -> Credential:
+    """Whose token the request shows, or `Unauthorized`. With a session, that is looked up in the same breath."""
+    text = shown_token(request.scope)
     if not text:
         raise Unauthorized("no token was shown; nothing was read or changed")
-    return await service.quick(lambda: authenticate(service.ledger, text, service.now_us()))
+    token_id, secret = claimed(text)
+    token, session = await service.visited(token_id, session_id)
+    who = let_in(token, secret, service.now_us())
+    request.scope["sublet"].session = session
+    return who
 
 
 async def _let_in(service: Service, request: Request, visit: Visit, own: Terms) -> None:
-    visit.credential = who = await admitted(service, request)
+    named = request.path_params.get("session_id", "") if own.lean else ""
+    visit.credential = who = await admitted(service, request, named)
     if own.opens is Opens.OPERATOR and who.scope is not Scope.OPERATOR:
         raise Forbidden
-    over = service.tenants.take(who.tenant, time.monotonic())
+    now = time.monotonic()
+    over = service.tenants.take(who.tenant, now)
     if over:
-        await asyncio.sleep(service.limits.penalty_seconds)
-        raise TooManyNow(f"tenant {who.tenant} sends more requests than one may; nothing was done", over)
+        service.flooding.add(shown_token(request.scope), who, now)
+        await service.penalty(who.tenant)
+        raise over_rate(who, over)
+
+
+async def refuse_flood(service: Service, scope: ASGIScope, visit: Visit) -> None:
+    """Who was over its rate a moment ago and still is, is refused before anything is looked up."""
+    shown = shown_token(scope)
+    who = service.flooding.find(shown, time.monotonic()) if shown else None
+    over = service.tenants.over(who.tenant, time.monotonic()) if who is not None else 0.0
+    if who is not None and over:
+        visit.credential = who  # for the log
+        await service.penalty(who.tenant)
+        raise over_rate(who, over)
+
+
+def over_rate(who: Credential, seconds: float) -> TooManyNow:
+    return TooManyNow(f"tenant {who.tenant} sends more requests than one may; nothing was done", seconds)
 
 
 async def _penalised(service: Service, visit: Visit) -> None:
     """A refusal that cost the service a body is answered later, and counts for more than one request."""
     bucket, key = (service.tenants, visit.tenant) if visit.tenant else (service.addresses, visit.address)
     bucket.charge(key, service.limits.refused_cost, time.monotonic())
-    await asyncio.sleep(service.limits.penalty_seconds)
+    await service.penalty(key)
 
 
 async def _bounded(

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sublet.core.errors import Forbidden, SubletError
+from sublet.studio.auth import refuse_flood
 from sublet.studio.connection import Connection
 from sublet.studio.service import Service, Visit
 from sublet.studio.wire import Json, TooManyNow, plain_refusal, refusal
@@ -128,9 +129,10 @@ class Door:
             )
         over = self._service.addresses.take(visit.address, time.monotonic())
         if over:
-            # The answer comes late, so that a flood costs little: the sender waits, not the service.
-            await asyncio.sleep(self._service.limits.penalty_seconds)
+            await self._service.penalty(visit.address)
             raise TooManyNow("this address sends more requests than one may; nothing was done", over)
+        if self._service.flooding:
+            await refuse_flood(self._service, scope, visit)
 
     async def _refuse(self, answer: Json, scope: Scope, receive: Receive, answering: _Answering) -> None:
         if answering.over:

@@ -2,7 +2,9 @@
 
 Rules of this file:
 - Requests: a bucket per address before anybody is known, and one per tenant. Who is over it is told when to come back, and the answer
-  itself comes a little later each time, so that a flood costs the service nearly nothing.
+  itself comes a little later each time, so that a flood costs the service nearly nothing. Those of one moment are answered at different
+  ones: a flood that is refused together comes back together, and everybody else waits behind it.
+- A credential that was over its rate is refused again by what it shows, without a look into the ledger, for as long as its bucket is empty.
 - Bodies: a size for each route, checked before and while it is read; a pace below which the sender is cut, and one of all bodies of a
   tenant above which it waits. One that was refused late counts as many requests.
 - Refused bodies: most clients send all of one before they read why it was refused, so what still comes is taken and thrown away, unparsed.
@@ -14,6 +16,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 
 from starlette.types import Message, Receive
 
+from sublet.core.token import Credential
 from sublet.studio.wire import BodyTooLarge, TooManyNow, TooSlow
 
 MIB = 1 << 20
@@ -53,7 +57,8 @@ class Limits:
     unread_connections: int = 8  # of one client at once; the next is ended at once
     send_seconds: float = 20.0  # without the reader taking anything
     stream_events: int = 1000  # not yet taken by one reader
-    penalty_seconds: float = 0.25
+    penalty_seconds: float = 0.25  # the first refusal comes so late, and each one later
+    penalty_most_seconds: float = 2.0
 
 
 class Buckets:
@@ -80,6 +85,14 @@ class Buckets:
         self._levels[key] = (level - 1.0, now)
         return 0.0
 
+    def over(self, key: str, now: float) -> float:
+        """As `take`, and nothing is taken."""
+        if not self.rate:
+            return 0.0
+        level, at = self._levels.get(key, (self.most, now))
+        level = min(self.most, level + (now - at) * self.rate)
+        return (1.0 - level) / self.rate if level < 1.0 else 0.0
+
     def charge(self, key: str, cost: float, now: float) -> None:
         """For what was refused late: whoever sends much of it is soon refused early."""
         if self.rate:
@@ -93,6 +106,50 @@ class Buckets:
             del self._levels[key]
         if not full:  # more keys at once than anybody honest has
             self._levels.clear()
+
+
+class Penalties:
+    """How late a refusal is told."""
+
+    HALF_SECONDS = 10.0  # after so long, half of them are forgotten
+    EACH = 1 / 8  # of the first one, for each that came before
+
+    def __init__(self, first: float, most: float) -> None:
+        self._first, self._most = first, most
+        self._counts: dict[str, tuple[float, float]] = {}
+
+    def next(self, key: str, now: float) -> float:
+        """Seconds."""
+        count, at = self._counts.get(key, (0.0, now))
+        count *= 0.5 ** ((now - at) / self.HALF_SECONDS)
+        if len(self._counts) >= Buckets.KEYS_MAX and key not in self._counts:
+            self._counts.clear()
+        self._counts[key] = (count + 1.0, now)
+        return min(self._most, self._first * (1.0 + count * self.EACH)) * random.uniform(0.75, 1.25)
+
+
+class Flooding:
+    """What clients showed that were let in and were over their rate: their next request is known by it."""
+
+    SECONDS = 5.0  # then it is looked up again, and may have been revoked
+
+    def __init__(self) -> None:
+        self._shown: dict[str, tuple[Credential, float]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._shown)
+
+    def add(self, shown: str, who: Credential, now: float) -> None:
+        if len(self._shown) >= Buckets.KEYS_MAX:
+            self._shown.clear()
+        self._shown[shown] = (who, now + self.SECONDS)
+
+    def find(self, shown: str, now: float) -> Credential | None:
+        found = self._shown.get(shown)
+        if found is None or now < found[1]:
+            return found[0] if found else None
+        del self._shown[shown]
+        return None
 
 
 class Pace:

@@ -51,9 +51,6 @@ class Pricing:
         self._keep(session.id, session.leases, shape, now)
         return shape
 
-    async def usages(self, tenant: str, answers: Sequence[SessionAnswer]) -> dict[str, Shape]:
-        return await self._service.work(lambda: self.usages_now(tenant, answers))
-
     def usages_now(self, tenant: str, answers: Sequence[SessionAnswer]) -> dict[str, Shape]:
         """Of all of them; summed up anew only if some were not lately."""
         now = time.monotonic()

@@ -48,6 +48,14 @@ def session_id_of(request: Request) -> str:
     return text
 
 
+def named_session(request: Request) -> SessionAnswer:
+    """As it was when the request's token was looked up: for routes that do nothing in between."""
+    answer: SessionAnswer | None = request.scope["sublet"].session
+    if answer is None:
+        raise no_session()
+    return answer
+
+
 class Sessions:
     """What the routes of this file and of `calls` do to sessions."""
 
@@ -88,8 +96,7 @@ def add_sessions(router: APIRouter, service: Service, pricing: Pricing) -> Sessi
     @terms(Opens.USER, lean=True)
     async def look(request: Request) -> Json:
         who = credential(request)
-        session_id = session_id_of(request)
-        answer = await sessions.look(session_id, who)
+        answer = named_session(request)
         if request.scope["query_string"]:
             answer = await _waited(service, sessions, request, who, answer)
         return Json(await sessions.shown(answer, who))
@@ -98,10 +105,9 @@ def add_sessions(router: APIRouter, service: Service, pricing: Pricing) -> Sessi
     @terms(Opens.USER, body=Body.JSON, lean=True)
     async def touch(request: Request) -> Json:
         who = credential(request)
-        session_id = session_id_of(request)
-        answer = await sessions.look(session_id, who)
+        answer = named_session(request)
         if not answer.session.ended_at:
-            service.touches.add(session_id, who.tenant)
+            service.touches.add(answer.session.id, who.tenant)
         return Json(await sessions.shown(answer, who))
 
     @router.post(
@@ -139,9 +145,14 @@ def add_sessions(router: APIRouter, service: Service, pricing: Pricing) -> Sessi
     ) -> Json:
         who = credential(request)
         whose = tenant if is_operator(who) else who.tenant
-        found = await service.work(lambda: ledger.sessions(tenant=whose, open_only=open, limit=limit))
-        usage = await pricing.usages(whose, found)
-        await pricing.refresh()
+
+        def read() -> tuple[list[SessionAnswer], dict[str, Shape]]:
+            listed = ledger.sessions(tenant=whose, open_only=open, limit=limit)
+            return listed, pricing.usages_now(whose, listed)
+
+        found, usage = await service.work(read)
+        if any(a.status is SessionStatus.OFFERED for a in found):
+            await pricing.refresh()
         return Json(
             {"sessions": [session_shape(a, usage.get(a.session.id), pricing.offer_now(a)) for a in found]}
         )
