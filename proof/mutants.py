@@ -333,9 +333,12 @@ def coverage_table(killed: dict[str, bool]) -> list[str]:
     lines = ["| invariant | bugs that break it | killed | tests that name it |", "|---|---|---|---|"]
     for c in coverage():
         tried = [killed[m.name] for m in c.mutants if m.name in killed]
+        said = f"{sum(tried)} of {len(tried)}" if tried else "not tried"
+        if 0 < len(tried) < len(c.mutants):
+            said += f", {len(c.mutants) - len(tried)} not tried"
         names = "; ".join(m.name for m in c.mutants)
         tests = ", ".join(f"`{t.removeprefix('tests/')}`" for t in c.tests)
-        lines.append(f"| {c.rule} | {names} | {sum(tried)} of {len(c.mutants)} | {tests} |")
+        lines.append(f"| {c.rule} | {names} | {said} | {tests} |")
     return lines
 
 

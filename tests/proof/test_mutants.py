@@ -60,15 +60,17 @@ def test_invariants_are_read_from_words_and_ranges() -> None:
     assert ids_in("L9 C22 S") == set()
 
 
-def test_the_coverage_says_which_were_killed() -> None:
-    first = next(m for m in MUTANTS if m.rule == "L1")
-    of_it = sum(m.rule == "L1" for m in MUTANTS)
-    lines = coverage_table({first.name: True})
-    assert len(lines) == 2 + len(RULES)
-    assert f"| 1 of {of_it} |" in next(line for line in lines if line.startswith("| L1 |"))
-    assert f"| 0 of {of_it} |" in next(
-        line for line in coverage_table({first.name: False}) if line.startswith("| L1 |")
-    )
+def test_the_coverage_says_which_were_killed_and_which_were_not_tried() -> None:
+    first, *rest = [m for m in MUTANTS if m.rule == "L1"]
+
+    def of_l1(killed: dict[str, bool]) -> str:
+        lines = coverage_table(killed)
+        assert len(lines) == 2 + len(RULES)
+        return next(line for line in lines if line.startswith("| L1 |"))
+
+    assert f"| 1 of 1, {len(rest)} not tried |" in of_l1({first.name: True})
+    assert f"| {len(rest)} of {len(rest) + 1} |" in of_l1({first.name: False} | {m.name: True for m in rest})
+    assert "| not tried |" in of_l1({})
 
 
 def test_a_text_that_is_gone_or_stands_twice_is_an_error(tmp_path: Path) -> None:
