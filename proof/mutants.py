@@ -6,13 +6,16 @@ Rules of this file:
 - An edit is exact text that stands once in its file. One that does not is an error, so that the list cannot rot.
 - A bug that another layer would hide has that layer switched off in the same mutant, as further edits, and says so.
 - Killed means: the named test failed. A crash of the runner, a skip or a hang is not a kill.
+- Every invariant has at least one, and every named test names the invariant it guards: `coverage` reads both, and a test compares.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +27,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "sublet"
+#: What must never break, by id.
+RULES = (
+    *(f"L{n}" for n in range(1, 8)),
+    *(f"S{n}" for n in range(1, 9)),
+    *(f"C{n}" for n in range(1, 8)),
+    *(f"T{n}" for n in range(1, 5)),
+    *(f"K{n}" for n in range(1, 4)),
+    "A1",
+)
 #: A test that takes longer than this under a mutant counts as hung.
 SECONDS = 240
 
@@ -89,6 +101,9 @@ MUTANTS = (
         "tests/proof/test_deep.py::test_worlds_without_a_violation", quick=False),
     one("the holder stops after the ledger", "L6", "core/renewal.py", "STOP_PER_1000 = 800", "STOP_PER_1000 = 1200",
         "tests/core/test_renewal.py::test_l6_the_holders_deadline_is_at_80_percent_of_when_it_asked"),
+    one("a host is given up while its holders may work", "L6", "core/hosts.py",
+        " and not lease.settled_at and lease.expires_at < now\n", " and not lease.settled_at\n",
+        "tests/core/test_hosts.py::test_what_is_not_over_is_left_alone"),
     one("unknown counts as held", "L7", "runtime/holding.py",
         "        if self._over or self._clock.monotonic_us() >= self._deadline_us or self._pid != os.getpid():\n            raise LeaseLost",
         "        if self._over or self._pid != os.getpid():\n            raise LeaseLost",
@@ -128,6 +143,11 @@ MUTANTS = (
         CONTRACT + "test_the_same_key_with_other_inputs_is_refused"),
     one("a live owner is robbed", "S4", "core/effect.py", "        if owner_alive:\n", "        if False:\n",
         CONTRACT + "test_a_live_owner_is_busy_and_a_dead_one_is_taken_over"),
+    Mutant("what was done is done again", "S4", (
+        Edit("core/effect.py", "    if effect.completed:\n        return Duplicate(effect.version, effect.outcome)\n", ""),
+        Edit("core/effect.py", "    if head.version != commit.expected_version:\n", "    if False:\n"),
+        Edit("core/effect.py", "    if commit.begins != head.step + 1 and not (commit.starts and head.version == 0):\n", "    if False:\n"),
+    ), CONTRACT + "test_the_same_commit_again_is_answered_again", off="the head's version and the order of steps"),
     one("an unknown commit counts as failed", "S5", "store/checkpoints.py",
         "                    if effect is None or not effect.completed:\n                        break\n", "                    break\n",
         "tests/store/test_checkpoints.py::test_a_commit_of_unknown_outcome_is_asked_for"),
@@ -143,6 +163,11 @@ MUTANTS = (
     one("a hash without the row before", "S7", "core/journal.py",
         '    text = f"{previous}\\n{strand}\\n{seq}', '    text = f"\\n{strand}\\n{seq}',
         "tests/core/test_journal.py::test_s7_a_strand_that_begins_at_another_anchor_is_named"),
+    one("a removed row is not missed", "S7", "core/journal.py",
+        "        if entry.seq != expected:\n", "        if False:\n",
+        "tests/core/test_journal.py::test_s7_a_removal_is_named_with_the_rows_that_are_missing"),
+    one("a cut end is not missed", "S7", "core/journal.py", "        if last != end.seq:\n", "        if False:\n",
+        "tests/core/test_journal.py::test_s7_a_cut_end_is_named"),
     one("room that appears is handed to nobody", "S8", "ledger/waitlist.py",
         "    if tx.pool.waiting == 0:\n        return\n", "    return\n",
         CONTRACT + "test_a_waiter_is_granted_in_the_transaction_that_made_room"),
@@ -195,6 +220,9 @@ MUTANTS = (
         "tests/store/test_replicas.py::test_shared_chunks_must_still_be_on_a_quorum"),
     one("a manifest of any size is parsed", "C7", "core/checkpoint.py",
         "    if len(data) > MAX_MANIFEST_BYTES:\n", "    if False:\n", "tests/core/test_checkpoint.py::test_a_manifest_beyond_the_limit_is_not_parsed"),
+    one("a state may be larger than its chunks", "C7", "core/checkpoint.py",
+        '        raise Damaged("the manifest claims a state larger than its chunks")\n', "        pass\n",
+        "tests/core/test_checkpoint.py::test_claims_larger_than_the_chunks_are_refused"),
     # --- tenants, meter, teardown, journal
     one("another tenant's job is there", "T1", "ledger/progress.py",
         "    if head.tenant != lease.tenant or _of_another_tenant(tx, effect, lease):\n", "    if False:\n",
@@ -203,15 +231,34 @@ MUTANTS = (
         "tests/ledger/test_tokens.py::test_a_revoked_token_is_refused_at_once_everywhere"),
     one("no quota of leases", "T2", "core/tenancy.py", "    if tenant.max_leases and tenant.live_leases + 1 > tenant.max_leases:\n", "    if False:\n",
         CONTRACT + "test_quotas_hold_and_free_again"),
+    one("no quota of VRAM", "T2", "core/tenancy.py",
+        "    if tenant.max_vram_bytes and tenant.live_bytes + need_bytes > tenant.max_vram_bytes:\n", "    if False:\n",
+        CONTRACT + "test_a_whole_device_counts_whole_against_the_quota"),
     one("whoever came first is first", "T3", "core/admission.py",
         "        above,\n        used - waited * pool.policy.aging_per_1000 // 1000,\n", "        False,\n        0,\n",
         CONTRACT + "test_the_waitlist_is_by_tier_then_share_then_arrival"),
+    one("who waits long stays behind", "T3", "core/admission.py",
+        "    return rank - max(0, now - waiter.joined_at) // max(1, policy.rises_after_us(rank))\n", "    return rank\n",
+        "tests/core/test_admission.py::test_t3_the_longest_waiting_is_first_after_a_bounded_time_against_any_newcomers"),
     one("the slow reaper is billed", "T4", "core/meter.py", "    return max(lease.granted_at, min(now, end))\n", "    return max(lease.granted_at, now)\n",
+        CONTRACT + "test_time_after_the_right_ended_is_not_billed"),
+    one("a revoked lease is billed to its expiry", "T4", "core/meter.py",
+        "    end = lease.deadline_at if lease.state is LeaseState.REVOKING else lease.expires_at\n", "    end = lease.expires_at\n",
         CONTRACT + "test_time_after_the_right_ended_is_not_billed"),
     one("a teardown nobody proved is believed", "K1", "ledger/leases.py", "    if not receipt.proven:\n", "    if False:\n",
         CONTRACT + "test_settling_an_unproven_teardown_withholds_the_device"),
     one("slices go back before the teardown", "K1", "ledger/leases.py", "    settled_at = now if settled or waiting else 0\n", "    settled_at = now\n",
         CONTRACT + "test_settling_a_proven_teardown_hands_the_slice_on"),
+    Mutant("children of the holder live on", "K1", (
+        Edit("hosting/processes.py", "        fresh = [c for c in descendants(root) if c.pid not in watched]\n", "        fresh: list[Stat] = []\n"),
+        Edit("hosting/processes.py", "                for child in descendants(holder.pid):\n", "                for child in ():\n"),
+    ), "tests/runtime/test_warden.py::test_the_ladder_ends_a_whole_tree_that_ignores_term", off="the walk before TERM, which sees those who do not move"),
+    one("memory that is left is not looked at", "K1", "runtime/teardown.py", "                if left:\n", "                if False:\n",
+        "tests/runtime/test_many_ended.py::test_what_one_of_many_leaves_is_seen_by_those_who_look"),
+    one("a look from before the kill counts", "K1", "shared_look.py", "            wanted = self._begun + 1\n", "            wanted = self._begun\n",
+        "tests/test_shared_look.py::test_one_that_began_before_the_question_does_not_answer_it"),
+    one("a device moves with a lease on it", "K1", "core/hosts.py", "    if device.leases:\n", "    if False:\n",
+        "tests/ledger/test_hosts.py::test_a_device_with_a_lease_that_is_not_settled_does_not_move"),
     one("the warden waits for the ledger", "K2", "runtime/warden.py", "        if now < watched.asked_at + CONFIRM_US:\n", "        if now < watched.asked_at + 3_600_000_000:\n",
         "tests/proof/test_found.py::test_a_silent_ledger_does_not_hold_up_the_warden"),
     one("a new warden sees only who is alive", "K3", "ledger/ticking.py",
@@ -242,6 +289,57 @@ def applied(mutant: Mutant, source: Path) -> dict[Path, str]:
             raise Rotten(f"{mutant.name}: the text to change stands {found} times in {edit.file}")
         texts[path] = text.replace(edit.old, edit.new)
     return texts
+
+
+def ids_in(text: str) -> set[str]:
+    """The invariants a text names: by themselves, or within "L1-L5"."""
+    found = set(re.findall(r"\b[LSCTKA][1-8]\b", text))
+    for kind, first, last in re.findall(r"\b([LSCTK])([1-8])-\1([1-8])\b", text):
+        found |= {f"{kind}{n}" for n in range(int(first), int(last) + 1)}
+    return found
+
+
+def guards(test: str) -> set[str]:
+    """The invariants that a test says it guards: in its name or its first words, or in those of its file when the whole file is named."""
+    file, _, name = test.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    if not name:
+        return ids_in(ast.get_docstring(tree) or "")
+    name = name.partition("[")[0]
+    found = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
+    return ids_in(ast.get_docstring(found) or "") | ids_in(name.upper().replace("_", " "))
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """One invariant: the bugs that break it, and the tests that see them and name it."""
+
+    rule: str
+    mutants: tuple[Mutant, ...]
+    tests: tuple[str, ...]
+
+
+def coverage(mutants: tuple[Mutant, ...] = MUTANTS) -> list[Covered]:
+    found = []
+    for rule in RULES:
+        of_it = tuple(m for m in mutants if m.rule == rule)
+        tests = sorted({t for m in of_it for t in m.test.split() if rule in guards(t)})
+        found.append(Covered(rule, of_it, tuple(tests)))
+    return found
+
+
+def coverage_table(killed: dict[str, bool]) -> list[str]:
+    """By invariant; `killed` is by the names of those that were tried."""
+    lines = ["| invariant | bugs that break it | killed | tests that name it |", "|---|---|---|---|"]
+    for c in coverage():
+        tried = [killed[m.name] for m in c.mutants if m.name in killed]
+        said = f"{sum(tried)} of {len(tried)}" if tried else "not tried"
+        if 0 < len(tried) < len(c.mutants):
+            said += f", {len(c.mutants) - len(tried)} not tried"
+        names = "; ".join(m.name for m in c.mutants)
+        tests = ", ".join(f"`{t.removeprefix('tests/')}`" for t in c.tests)
+        lines.append(f"| {c.rule} | {names} | {said} | {tests} |")
+    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +428,7 @@ def main(argv: list[str] | None = None) -> int:
             tried.append(t)
             print(f"{t.verdict:10} {t.seconds:5.1f} s  {t.mutant.rule:3} {t.mutant.name}", flush=True)
     print(table(tried))
+    print("\n".join(["", *coverage_table({t.mutant.name: t.killed for t in tried})]))
     if wanted.json:
         wanted.json.write_text(
             json.dumps(

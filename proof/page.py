@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from proof.mutants import coverage_table
+
 #: What the claim asks for, by what is counted: (label, wanted, which counts add up to it).
 GOALS = (
     ("simulated days", 365, ("simulated days",)),
@@ -105,5 +107,11 @@ def page(summary: dict[str, Any]) -> str:
         out += [
             f"| {m['name']} | {m['rule']} | {m['verdict']} | `{m['test'].removeprefix('tests/')}` | {m['off'] or '–'} |"
             for m in mutants
+        ]
+        out += [
+            "",
+            "## By invariant",
+            "",
+            *coverage_table({m["name"]: m["verdict"] == "killed" for m in mutants}),
         ]
     return "\n".join(out) + "\n"

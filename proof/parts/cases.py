@@ -16,7 +16,7 @@ def parts() -> list[Part]:
             shows="seeded bugs, each seen by its named test",
             rules="every one",
             command=own("proof.mutants", "--jobs", "1"),
-            expected_s=420,
+            expected_s=520,
             limit_s=1800,
             counts=killed_bugs,
             json=True,

@@ -12,7 +12,7 @@ def parts() -> list[Part]:
             "histories of four processes on each of four SQLite ledgers, some killed: one order explains every answer",
             ops=often("SUBLET_LINEAR_OPS", 1_000_000),
             seconds=often("SUBLET_LINEAR_SECONDS", 1200),
-            expected_s=600,
+            expected_s=720,
         ),
         history(
             "postgres",

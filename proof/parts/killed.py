@@ -63,7 +63,7 @@ def leases_and_queues() -> list[Part]:
                 "tests/storms/test_lease_storm.py::test_kill_9_of_holders_and_of_postgres", timeout_s=2700
             ),
             environment=asked(SUBLET_POSTGRES_CRASHES=500),
-            expected_s=500,
+            expected_s=800,
             limit_s=2700,
             counts=printed(
                 server_crashes=r"} crashes (\d+)",
@@ -98,18 +98,23 @@ def sessions() -> list[Part]:
     return [
         Part(
             name="hostile",
-            shows="holders that fork, detach and ignore signals, and what they leave on a device",
+            shows="holders that fork, detach and ignore signals, what they leave on a device, and a thousand of them ended at once",
             rules="K1 K2",
             command=pytest(
+                "tests/runtime/test_many_ended.py",
                 "tests/storms/test_hostile.py",
                 "tests/storms/test_canary.py",
                 "tests/drivers/test_cuda.py::test_handovers_with_scrubbing",
                 timeout_s=1800,
             ),
-            environment=asked(SUBLET_HOSTILE=1000, SUBLET_HANDOVERS=1000),
-            expected_s=500,
+            environment=asked(SUBLET_HOSTILE=1000, SUBLET_HANDOVERS=1000, SUBLET_ENDED_AT_ONCE=1000),
+            expected_s=530,
             limit_s=1800,
-            counts=told(hostile_sessions="SUBLET_HOSTILE", handovers="SUBLET_HANDOVERS"),
+            counts=told(
+                hostile_sessions="SUBLET_HOSTILE",
+                handovers="SUBLET_HANDOVERS",
+                leases_ended_at_once="SUBLET_ENDED_AT_ONCE",
+            ),
         ),
         Part(
             name="studio",

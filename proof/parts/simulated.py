@@ -33,7 +33,7 @@ def parts() -> list[Part]:
             rules="L2 T3",
             command=pytest("tests/sim/test_agrees.py", "tests/docs/test_traces.py", timeout_s=1500),
             environment=asked(SUBLET_AGREES=4, SUBLET_TRACES_LONG=1),
-            expected_s=300,
+            expected_s=360,
             limit_s=1500,
             counts=told(workloads="SUBLET_AGREES"),
         ),

@@ -321,6 +321,7 @@ def test_what_could_not_be_read_again_is_not_written(monkeypatch: pytest.MonkeyP
 
 
 def test_a_manifest_beyond_the_limit_is_not_parsed() -> None:
+    """C7."""
     began = time.perf_counter()
     with pytest.raises(Damaged, match="larger"):
         read_manifest(bytes(checkpoint.MAX_MANIFEST_BYTES + 1))

@@ -103,6 +103,7 @@ def test_what_is_over_on_a_host_that_is_gone_goes_back_unproven() -> None:
     ],
 )
 def test_what_is_not_over_is_left_alone(lease: Lease) -> None:
+    """L6."""
     assert given_up(lease, GONE, POLICY, NOW) == ""
     assert given_up(ENDED, SILENT, POLICY, NOW) == ""
 

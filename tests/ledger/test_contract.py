@@ -349,6 +349,7 @@ def test_the_waitlist_is_by_tier_then_share_then_arrival(pool: Rig) -> None:
 
 
 def test_a_waiter_is_granted_in_the_transaction_that_made_room(pool: Rig) -> None:
+    """S8."""
     holder = pool.ask(80)
     waiter = pool.ask(80, tenant="bob", ttl_us=10 * MINUTE)
     pool.release(holder)
@@ -758,6 +759,7 @@ def test_what_cannot_be_revoked(pool: Rig) -> None:
 
 
 def test_revoking_an_expired_lease_does_not_bring_it_back(pool: Rig) -> None:
+    """L3."""
     answer = pool.ask(10)
     pool.advance(6 * MINUTE)
     with pytest.raises(Fenced):
@@ -1124,6 +1126,7 @@ def test_draining_leaves_live_leases_alone(pool: Rig) -> None:
 
 
 def test_a_warden_sees_what_it_must_enforce(pool: Rig) -> None:
+    """K3."""
     here = pool.ask(10, pid=42)
     pool.ask(10, pid=43, host="node-b")
     ended = pool.ask(10, pid=44)
@@ -1351,7 +1354,7 @@ def test_the_first_step_is_one(pool: Rig) -> None:
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
 @pytest.mark.parametrize("how", ["expired", "ended", "wrong epoch", "wrong secret", "unknown"])
 def test_a_fenced_holder_cannot_commit(pool: Rig, how: str, steps_before: int) -> None:
-    """S2, for the first commit of a job and for the hot ones after it."""
+    """S2, for the first commit of a job and for the hot ones after it; the refusal is in the journal (A1)."""
     answer = pool.ask(10)
     for done in range(1, steps_before + 1):
         pool.commit(answer, done)
@@ -1383,6 +1386,7 @@ def test_an_older_epoch_cannot_commit_after_a_newer_one(pool: Rig) -> None:
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_another_tenants_job_is_not_there(pool: Rig, step: int) -> None:
+    """T1."""
     mine, theirs = pool.ask(10), pool.ask(10, tenant="bob")
     for done in range(1, step):
         pool.commit(mine, done)

@@ -85,6 +85,7 @@ def test_a_device_its_host_does_not_report_any_more_moves_at_once(pool: Rig) -> 
 
 
 def test_a_device_with_a_lease_that_is_not_settled_does_not_move(pool: Rig) -> None:
+    """K1."""
     answer = pool.ask(80, pid=4242, ttl_us=MINUTE)
     pool.advance(silence(pool))
     for _ in range(2):  # while it runs, and when it is over and nobody has seen what it left

@@ -156,6 +156,7 @@ def test_a_batch_whose_answer_was_lost_is_not_published_twice(desk: Desk) -> Non
 
 
 def test_only_the_newest_delivery_counts(desk: Desk) -> None:
+    """S6."""
     zombie, heir = desk.clerk(), desk.clerk()
     desk.publish(zombie, '"x"')
     old = desk.one(zombie)
@@ -302,6 +303,7 @@ def test_a_queue_hands_out_no_more_than_its_concurrency(rig: Rig) -> None:
 
 
 def test_a_result_under_a_dead_lease_is_not_stored(desk: Desk) -> None:
+    """S2."""
     desk.rig.device()
     lease = desk.rig.ask(10)
     a = desk.clerk()

@@ -84,6 +84,7 @@ def test_a_token_expires_and_says_so_to_whoever_has_it(pool: Rig) -> None:
 
 
 def test_a_revoked_token_is_refused_at_once_everywhere(pool: Rig) -> None:
+    """T1."""
     token = make(pool)
     elsewhere = pool.open()
     assert authenticate(elsewhere, token.text, elsewhere.now()).tenant == "ada"

@@ -9,40 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from proof.mutants import MUTANTS, ROOT, SOURCE, Edit, Mutant, Rotten, applied, try_out
+from proof.mutants import (
+    MUTANTS,
+    ROOT,
+    RULES,
+    SOURCE,
+    Edit,
+    Mutant,
+    Rotten,
+    applied,
+    coverage,
+    coverage_table,
+    guards,
+    ids_in,
+    try_out,
+)
 
-RULES = [
-    "L1",
-    "L2",
-    "L3",
-    "L4",
-    "L5",
-    "L6",
-    "L7",
-    "S1",
-    "S2",
-    "S3",
-    "S4",
-    "S5",
-    "S6",
-    "S7",
-    "S8",
-    "C1",
-    "C2",
-    "C3",
-    "C4",
-    "C5",
-    "C6",
-    "C7",
-    "T1",
-    "T2",
-    "T3",
-    "T4",
-    "K1",
-    "K2",
-    "K3",
-    "A1",
-]
 #: Which of them this run tries: another tomorrow. `SUBLET_MUTANT_DAY=N` tries that of another day.
 DAY = int(os.environ.get("SUBLET_MUTANT_DAY", "0")) or int(time.time() // 86400)
 QUICK = [m for m in MUTANTS if m.quick]
@@ -62,9 +44,33 @@ def test_it_still_fits(mutant: Mutant) -> None:
 
 
 def test_every_invariant_has_one() -> None:
-    assert [rule for rule in RULES if not any(m.rule == rule for m in MUTANTS)] == []
-    assert len(MUTANTS) >= 30
+    assert len(RULES) == 30
+    assert [c.rule for c in coverage() if not c.mutants or not c.tests] == []
+    assert len(MUTANTS) >= 60
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
+def test_the_test_that_sees_it_names_what_it_breaks(mutant: Mutant) -> None:
+    assert any(mutant.rule in guards(test) for test in mutant.test.split()), f"{mutant.test}: {mutant.rule}"
+
+
+def test_invariants_are_read_from_words_and_ranges() -> None:
+    assert ids_in("L2, S1-S3 and test_k1 K1") == {"L2", "S1", "S2", "S3", "K1"}
+    assert ids_in("L9 C22 S") == set()
+
+
+def test_the_coverage_says_which_were_killed_and_which_were_not_tried() -> None:
+    first, *rest = [m for m in MUTANTS if m.rule == "L1"]
+
+    def of_l1(killed: dict[str, bool]) -> str:
+        lines = coverage_table(killed)
+        assert len(lines) == 2 + len(RULES)
+        return next(line for line in lines if line.startswith("| L1 |"))
+
+    assert f"| 1 of 1, {len(rest)} not tried |" in of_l1({first.name: True})
+    assert f"| {len(rest)} of {len(rest) + 1} |" in of_l1({first.name: False} | {m.name: True for m in rest})
+    assert "| not tried |" in of_l1({})
 
 
 def test_a_text_that_is_gone_or_stands_twice_is_an_error(tmp_path: Path) -> None:

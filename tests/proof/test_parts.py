@@ -124,3 +124,6 @@ def test_the_page_has_the_whole_story() -> None:
     assert "All 2 parts were tried in this one run, 3 at a time." in text
     assert "Not tried: scripts." in page({**summary, "never": ["scripts"]})
     assert "| no fence | S2 | killed | `x.py::y` | – |" in text
+    [of_s2] = [line for line in text.splitlines() if line.startswith("| S2 | ")]
+    assert "no fence; " in of_s2
+    assert "| 1 of " in of_s2

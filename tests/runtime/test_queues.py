@@ -624,6 +624,7 @@ def test_a_message_becomes_an_item_once(new: Callable[..., Queue]) -> None:
 
 
 def test_a_crash_before_settling_is_a_duplicate_later(new: Callable[..., Queue]) -> None:
+    """S6."""
     letters = Letters(("1", "a"))
     queue = new(broker=letters)
     letters.settles = False

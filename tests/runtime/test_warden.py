@@ -175,6 +175,7 @@ def test_an_unproven_teardown_withholds_the_device_until_cleared(sqlite_home: Ho
 
 
 def test_the_ladder_ends_a_whole_tree_that_ignores_term() -> None:
+    """K1."""
     processes = HostProcesses("here")
     child = subprocess.Popen(
         [

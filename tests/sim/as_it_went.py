@@ -18,6 +18,10 @@ from sublet.sim.schemes import Scheme
 from sublet.sim.workload import Arrival, Workload
 
 
+class Astray(Exception):
+    """The replay has come to something that no holder did: it decided otherwise before."""
+
+
 @dataclass(slots=True)
 class Stay:
     """One lease, as the journal has it."""
@@ -74,13 +78,16 @@ class Session:
 
     def _stay(self, number: int) -> tuple[str, Stay]:
         """The so-manieth lease, from 1."""
+        if number > len(self.stays):
+            raise Astray(f"lease number {number} of {len(self.stays)}")
         return list(self.stays.items())[number - 1]
 
     def restore_us(self, number: int) -> int:
         lease, stay = self._stay(number)
         if not any(run.lease == lease for run in self.runs):  # told meanwhile: it went instead of beginning
             return stay.ended_at - stay.granted_at
-        assert stay.restored_at is not None
+        if stay.restored_at is None:
+            raise Astray(f"lease {lease} was never restored")
         return stay.restored_at - stay.granted_at
 
     def leave_us(self, number: int) -> int:

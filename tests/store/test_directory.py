@@ -191,7 +191,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_order_of_a_pack(replica: DirectoryReplica, calls: list[str]) -> None:
-    """C6: data, its length, sync of the file, link, sync of the folder."""
+    """C1, C6: data, its length, sync of the file, link, sync of the folder."""
     put_pack(replica, A, b"x" * 5000)
     assert calls == [
         "pwritev drafts/*",
@@ -203,6 +203,7 @@ def test_order_of_a_pack(replica: DirectoryReplica, calls: list[str]) -> None:
 
 
 def test_order_of_a_manifest(replica: DirectoryReplica, calls: list[str]) -> None:
+    """C1."""
     replica.put_manifest(A, b"{}")
     assert calls == ["write drafts/*", "fsync drafts/*", "link drafts/* manifests/*", "fsync manifests"]
 

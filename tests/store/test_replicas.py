@@ -103,7 +103,7 @@ def test_a_quorum_for_the_chunks_but_not_for_the_manifest(shelf: Shelf) -> None:
 
 
 def test_a_quorum_for_the_manifest_but_not_for_the_chunks(shelf: Shelf) -> None:
-    """C1: a head never refers to chunks that one replica alone has."""
+    """C1, C6: a head never refers to chunks that one replica alone has."""
     for number in (0, 1):
         shutil.rmtree(shelf.folders[number] / "packs")
     with pytest.raises(QuorumNotReached, match="the state"):
@@ -147,7 +147,7 @@ def test_replicas_that_do_not_fit_the_policy(tmp_path: Path) -> None:
 
 
 def test_shared_chunks_must_still_be_on_a_quorum(shelf: Shelf) -> None:
-    """C1: a save refers to chunks of the one before only if as many domains have them as would have to confirm them now."""
+    """C1, C6: a save refers to chunks of the one before only if as many domains have them as would have to confirm them now."""
     state = a_state(1)
     shutil.move(shelf.folders[2], f"{shelf.folders[2]}-away")
     shelf.save(state, 0)
@@ -400,7 +400,7 @@ def test_a_lost_chunk_of_an_old_version_does_not_keep_the_head_from_repair(quick
 
 @pytest.mark.parametrize("what", ["packs", "manifests"])
 def test_a_tampered_replica_is_seen_and_repaired(quick: Shelf, what: str) -> None:
-    """Threat 12: the digest of the manifest is in the ledger; a replica that agrees with itself is not believed."""
+    """C3, threat 12: the digest of the manifest is in the ledger; a replica that agrees with itself is not believed."""
     quick.save(a_state(1), 0)
     folder = quick.folders[0].parent / "other"
     folder.mkdir()

@@ -144,6 +144,7 @@ def test_a_dry_run_changes_nothing_and_says_the_same(six: Shelf) -> None:
 
 
 def test_the_age_limit(six: Shelf) -> None:
+    """C5."""
     with pytest.raises(BadInput, match="12h00m"):
         sweep(six, last=1, older_than_us=LEAST_AGE_US - 1)
     assert versions(six) == [6, 5, 4, 3, 2, 1]
@@ -324,7 +325,7 @@ def test_what_came_between_is_kept(six: Shelf, place: str) -> None:
 
 
 def test_it_looks_once_more_before_it_deletes(six: Shelf) -> None:
-    """Against the protocol: a save that was forgotten, and commits when its packs are already on the list."""
+    """C5, against the protocol: a save that was forgotten, and commits when its packs are already on the list."""
     store = six.open()
     held: list[Any] = []
     commit = store._commit
