@@ -29,12 +29,27 @@ class BucketReplica:
 
     near = False
 
-    def __init__(self, name: str, domain: str, client: BucketClient) -> None:
+    def __init__(self, name: str, domain: str, client: BucketClient, known: PackReader | None = None) -> None:
         self.name = name
         self.domain = domain or client.where
         self.lane = client.where
         self._client = client
-        self._reader = PackReader(client)
+        self._reader = PackReader(client, known)
+
+    # being away
+
+    @property
+    def away(self) -> str:
+        return self._client.away
+
+    def give_up(self) -> None:
+        self._client.give_up()
+
+    def take_up(self) -> None:
+        self._client.take_up()
+
+    def hurried(self, seconds: float) -> BucketReplica:
+        return BucketReplica(self.name, self.domain, self._client.hurried(seconds), self._reader)
 
     def check(self) -> None:
         """One that cannot be reached now is not refused: the others may be enough. It is proven before it is written to."""
