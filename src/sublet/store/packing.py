@@ -187,9 +187,7 @@ class Board:
 
     def _is_enough(self) -> bool:
         return (
-            self._enough is not None
-            and not self._working & self._here
-            and self._enough(list(self._seconds))
+            self._enough is not None and not self._working & self._here and self._enough(list(self._seconds))
         )
 
     def close(self) -> None:
