@@ -55,6 +55,49 @@ _OWN = {
         "STORAGE_SAS_TOKEN": "sas_key",
     },
 }
+_KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role of this machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the account of this machine",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and its key or token",
+}
+#: By what the server said: the first that fits.
+_REMEDIES = (
+    (
+        ("no such bucket", "NoSuchBucket"),
+        "create it, or correct its name in SUBLET_STORE: sublet creates no bucket",
+    ),
+    (
+        ("RequestTimeTooSkewed", "RequestExpired"),
+        "set this machine's clock (chrony, systemd-timesyncd): the server refuses requests that are minutes off",
+    ),
+    (
+        ("another region", "AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocation"),
+        "say where it is: {prefix}_REGION for all buckets, or {own}_REGION for this one",
+    ),
+    (
+        (
+            "InvalidAccessKeyId",
+            "SignatureDoesNotMatch",
+            "InvalidToken",
+            "ExpiredToken",
+            "does not know the credentials",
+            "401",
+        ),
+        "the key is not one the server knows: check {keys}; for this bucket alone {own}_ACCESS_KEY_ID and so on",
+    ),
+    (
+        ("403", "AccessDenied", "do not allow it"),
+        "the server knows the bucket and refuses this key: let it read, write, list and delete under the prefix, or check {keys}",
+    ),
+    (
+        ("ALLOW_HTTP",),
+        "set {prefix}_ALLOW_HTTP=true if the network between is yours, or use an https:// address",
+    ),
+    (
+        ("no connection", "no answer", "connection broke", "answered 5", "SlowDown"),
+        "nothing is lost, saves wait for it: check its address ({prefix}_ENDPOINT_URL or {own}_ENDPOINT_URL), the network and the server's own state",
+    ),
+)
 _PERMANENT = (
     "PermissionDeniedError",
     "UnauthenticatedError",
@@ -91,6 +134,18 @@ class BucketFailed(OSError):
     def __init__(self, message: str, *, lasting: bool = False) -> None:
         super().__init__(errno.EIO, message)
         self.lasting = lasting
+
+    def remedy(self, scheme: str, bucket: str) -> str:
+        """What to do next about what the server said."""
+        said, prefix = str(self.strerror), _PREFIXES[scheme]
+        for words, remedy in _REMEDIES:
+            if any(word in said for word in words):
+                return remedy.format(
+                    prefix=prefix, own=f"SUBLET_BUCKET_{variable_name(bucket)}", keys=_KEYS[scheme]
+                )
+        return (
+            "check that the bucket exists and that these credentials may read, write, list and delete in it"
+        )
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -478,10 +533,14 @@ def _connect(scheme: str, bucket: str, prefix: str, limits: Limits) -> Any:
     return stores.AzureStore(bucket, **common)
 
 
+def variable_name(bucket: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "_", bucket.upper())
+
+
 def own_settings(scheme: str, bucket: str) -> dict[str, str]:
     """What the environment says of this bucket alone: `SUBLET_BUCKET_EU_CHECKPOINTS_REGION` for the bucket eu-checkpoints. Buckets in several
     regions, or on several servers, need it: the cloud's own variables say one thing for all of them."""
-    name = re.sub(r"[^A-Z0-9]", "_", bucket.upper())
+    name = variable_name(bucket)
     found = {}
     for variable, key in _OWN[scheme].items():
         value = os.environ.get(f"SUBLET_BUCKET_{name}_{variable}")
@@ -524,6 +583,8 @@ def _said(error: Exception) -> tuple[str, bool]:
         said = f"the server answered {status}" + (f" {code.group(1)}" if code else "")
         slow = code is not None and code.group(1) in ("RequestTimeout", "SlowDown", "OperationAborted")
         return said, status.startswith("4") and status not in _PASSING and not slow
+    if "redirect" in text.lower():
+        return "the server says that it is elsewhere, in another region", True
     if type(error).__name__ in _PERMANENT:
         return {
             "PermissionDeniedError": "the credentials do not allow it",

@@ -11,6 +11,7 @@ Rules of this port:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Protocol, runtime_checkable
 
 from sublet.core.checkpoint import Span
@@ -78,6 +79,9 @@ class Remote(Replica, Protocol):
 
     def take_up(self) -> None:
         """Called before the next save: it is asked and waited for again."""
+
+    def clock(self) -> datetime:
+        """Called by whoever checks it: what time it is there."""
 
     def hurried(self, seconds: float) -> Replica:
         """Called by a read that has other replicas to ask: the same one, waited for so long and no longer."""
