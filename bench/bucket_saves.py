@@ -26,8 +26,8 @@ import sublet
 from bench.measure import Goal, Section, median_ratio, progress
 from sublet.store.bucket_pack import PART_BYTES, UPLOADS
 
-ROUNDS = 7
-STATE_BYTES = 256 << 20
+ROUNDS = 5
+STATE_BYTES = 96 << 20
 GOAL = 0.85
 #: What is tried to find the peer's best.
 AT_ONCE = (2, 4, 6, 12)
@@ -48,7 +48,7 @@ def _server(place: Path) -> Iterator[tuple[str, str]]:
     made = contextlib.ExitStack()
     with made:
         try:
-            yield "SeaweedFS", made.enter_context(servers.seaweed()).address
+            yield "SeaweedFS", made.enter_context(servers.seaweed(volumes=8, volume_mb=1024)).address
         except BaseException as e:
             if type(e).__name__ != "Skipped":
                 raise

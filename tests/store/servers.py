@@ -139,13 +139,13 @@ def _ask(address: str, method: str, path: str, headers: Mapping[str, str]) -> in
         link.close()
 
 
-def _until(made: Callable[[], int], seconds: float = 40, there: tuple[int, ...] = (200, 201)) -> None:
+def _until(made: Callable[[], int], seconds: float = 40) -> None:
     give_up = time.monotonic() + seconds
     status = 0
     while time.monotonic() < give_up:
         with contextlib.suppress(OSError):
             status = made()
-            if status in there:
+            if status in (200, 201):
                 return
         time.sleep(0.2)
     raise RuntimeError(f"the bucket could not be made: {status}")
@@ -174,7 +174,7 @@ def moto(*buckets: str) -> Iterator[Server]:
 class Seaweed:
     """SeaweedFS as a process that can be frozen, killed and started again on what it had: its files and its ports stay."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, volumes: int = 8, volume_mb: int = 64) -> None:
         weed = shutil.which(
             "weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         )
@@ -186,16 +186,18 @@ class Seaweed:
         self._log = folder / "log"
         self._port = port["s3"]
         self._command = [weed, "-logtostderr=true", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-                   "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=8", "-master.volumeSizeLimitMB=64",
+                   "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", f"-volume.max={volumes}", f"-master.volumeSizeLimitMB={volume_mb}",
                    *(f"-{n}.port={port[n]}" for n in names), *(f"-{n}.port.grpc={free_port()}" for n in names)]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self.server = Server("s3", f"http://127.0.0.1:{self._port}")
 
     def start(self, bucket: str = BUCKET) -> Server:
+        again = self._process is not None
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT)
         self.server.bucket = bucket
-        _until(lambda: _ask(self.server.address, "PUT", f"/{bucket}", {}), there=(200, 201, 409))
+        method, path = ("GET", f"/{bucket}?list-type=2") if again else ("PUT", f"/{bucket}")
+        _until(lambda: _ask(self.server.address, method, path, {}))
         return self.server
 
     def freeze(self) -> None:
@@ -213,9 +215,9 @@ class Seaweed:
 
 
 @contextlib.contextmanager
-def seaweed(bucket: str = BUCKET) -> Iterator[Server]:
+def seaweed(bucket: str = BUCKET, **room: int) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Seaweed(Path(folder))
+        made = Seaweed(Path(folder), **room)
         try:
             yield made.start(bucket)
         finally:
