@@ -485,7 +485,8 @@ class Run:
             self._leaving_for = self._warned_before_the_last_is_over()
             if self._leaving_for is not None:
                 return "notice"
-            self._save_behind()
+            if self._behind is None or self._behind.saving.done or self._parts.ranks.world > 1:
+                self._save_behind()
         return ""
 
     # saving
@@ -496,6 +497,9 @@ class Run:
         if behind is not None and self._parts.ranks.world == 1:
             while notice is None and not behind.saving.wait(_LISTEN_SECONDS):
                 notice = self.notice
+                self._tell_of_the_store()
+                if self._away is not None and self._away[0].saves_wait:
+                    break  # nobody knows for how long: this save is made later, with more steps in it
         return notice
 
     def _due(self, now: int) -> bool:
