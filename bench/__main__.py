@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from bench import (
+    bucket_saves,
     checkpoints,
     handover,
     launches,
@@ -40,6 +41,7 @@ SUITES = {
     "workers": workers.run,
     "placing": placing.run,
     "checkpoints": checkpoints.run,
+    "bucket": bucket_saves.run,
     "training": training.run,
     "notebooks": notebooks.run,
     "studio": studio.run,

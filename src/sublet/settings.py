@@ -62,6 +62,11 @@ SPECS = (
     Spec("time_limit", "SUBLET_TIME_LIMIT", "how long a process may run, such as 2h; it drains before that"),
     Spec("price", "SUBLET_PRICE", "what a GPU-hour costs, such as 2.50: shown under cells and in reports"),
     Spec("host", "SUBLET_HOST", "the name of this machine in the ledger"),
+    Spec(
+        "domain",
+        "SUBLET_DOMAIN",
+        "what this machine fails with, such as us-east1: replicas of that @domain are read first; empty: measured",
+    ),
 )
 
 
@@ -118,6 +123,7 @@ def _defaults(home: str) -> dict[str, str]:
         "time_limit": "",
         "price": "",
         "host": _tidied(socket.gethostname(), "localhost"),
+        "domain": "",
     }
 
 

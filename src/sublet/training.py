@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from sublet import inside
+from sublet import inside, waiting
 from sublet.borrowing import local_gpu
 from sublet.core.cadence import Losses, parse_cadence
 from sublet.core.errors import BadInput, SubletError
@@ -115,6 +115,7 @@ def train(
                 lease=held,
                 losses=_losses(ledger, name) if ranks.rank == 0 else Losses(),
                 report=_reporting(tenancy) if ranks.rank == 0 else _nobody,
+                report_away=_reporting_away(settings, held),
                 release=lambda: _give_back(own, opened if store is None else None),
             ),
             cadence=cadence,
@@ -163,6 +164,13 @@ def _reporting(tenancy: inside.Tenancy | None) -> Callable[[int, int], None]:
             inside.write_steps(page, working_on, committed)
 
     return report if pages else _nobody
+
+
+def _reporting_away(settings: Settings, held: Held | None) -> Callable[[str], None]:
+    """To `sublet ps` on this machine."""
+    if held is None:
+        return lambda reason: None
+    return lambda reason: waiting.say(settings.home, held.id, reason)
 
 
 def _give_back(lease: Lease | None, store: CheckpointStore | None) -> None:

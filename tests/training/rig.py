@@ -39,7 +39,7 @@ from tests.forked import MODULES, Forked, Origin, with_torch
 
 CRASHED = 1
 _DO = "import sys; from tests.training.rig import do; do(sys.argv[1])"
-_TESTS = [f"tests.training.test_{name}" for name in ("edges", "kills", "run", "shim", "step")]
+_TESTS = [f"tests.training.test_{name}" for name in ("edges", "kills", "run", "shim", "step", "store_outage")]
 _children: dict[int, subprocess.Popen[str]] = {}
 
 
@@ -177,16 +177,18 @@ def walk(
     every: Any = 3,
     pause: float = 0.0,
     on_step: Callable[[Any, Any], None] | None = None,
+    size: int = 64,
     **options: Any,
 ) -> None:
     random.seed(1)
     np.random.seed(2)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(3)
-    walking = Walk()
+    walking = Walk(size)
     options.setdefault("vram", "1GiB")
     options.setdefault("ttl", "5s")
-    run = sublet.train(job, walking.state, every=every, progress=False, **options)
+    options.setdefault("progress", False)
+    run = sublet.train(job, walking.state, every=every, **options)
     for step in run.steps(steps):
         walking.step()
         if on_step is not None:
@@ -196,9 +198,9 @@ def walk(
 
 
 @functools.cache
-def calm_walk(steps: int) -> Left:
+def calm_walk(steps: int, size: int = 64) -> Left:
     """What a run that nobody disturbs leaves, which is the same in every home: made in the first that asks."""
-    assert run_to_end(lambda: walk("calm", steps)) == 0
+    assert run_to_end(lambda: walk("calm", steps, size=size)) == 0
     return left_of("calm")
 
 

@@ -70,9 +70,11 @@ def prove(client: BucketClient, name: str, role: str, *, patience: float | None 
 
 
 def _limits() -> Limits:
+    request = _seconds("SUBLET_BUCKET_TIMEOUT", Limits().request_seconds)
     return Limits(
-        request_seconds=_seconds("SUBLET_BUCKET_TIMEOUT", Limits().request_seconds),
+        request_seconds=request,
         patience_seconds=_seconds("SUBLET_BUCKET_PATIENCE", Limits().patience_seconds),
+        connect_seconds=min(Limits().connect_seconds, request),
     )
 
 

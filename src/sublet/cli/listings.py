@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from sublet import waiting
 from sublet.cli.output import json_option, print_json, print_table
 from sublet.cli.records import (
     device_json,
@@ -16,8 +17,10 @@ from sublet.cli.records import (
 )
 from sublet.cli.runs import show_runs
 from sublet.core.device import MANY_TENANTS
+from sublet.core.lease import LeaseState
 from sublet.core.values import format_duration, format_size
-from sublet.settings import load_settings
+from sublet.ports.ledger import Answer
+from sublet.settings import Settings, load_settings
 from sublet.wiring import ensure_warden, open_ledger
 
 
@@ -73,9 +76,11 @@ def ps(everything: bool, tenant: str, runs: bool, receipts: bool, limit: int, as
     if receipts:
         _show_receipts(tenant, limit, as_json)
         return
-    found = open_ledger(load_settings()).leases(live_only=not everything, tenant=tenant, limit=limit)
+    settings = load_settings()
+    found = open_ledger(settings).leases(live_only=not everything, tenant=tenant, limit=limit)
+    waits = {a.lease.id: _waits(settings, a) for a in found}
     if as_json:
-        print_json([lease_json(a) for a in found])
+        print_json([lease_json(a) | {"waits": waits[a.lease.id]} for a in found])
         return
     rows = []
     for a in found:
@@ -93,7 +98,7 @@ def ps(everything: bool, tenant: str, runs: bool, receipts: bool, limit: int, as
                 "-" if left is None else format_duration(left),
                 count + format_size(size),
                 ",".join(s.device_id for s in a.lease.slices) or "-",
-                reason_of(a),
+                waits[a.lease.id] or reason_of(a),
             )
         )
     print_table(
@@ -101,6 +106,11 @@ def ps(everything: bool, tenant: str, runs: bool, receipts: bool, limit: int, as
         rows,
         empty="no leases",
     )
+
+
+def _waits(settings: Settings, answer: Answer) -> str:
+    """What a run on this machine says that its saves wait for."""
+    return waiting.heard(settings.home, answer.lease.id) if answer.lease.state is LeaseState.ACTIVE else ""
 
 
 def _show_receipts(tenant: str, limit: int, as_json: bool) -> None:

@@ -428,6 +428,32 @@ class ReplicaPolicy:
         return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """Replicas that do not answer, and what that means for saves."""
+
+    replicas: tuple[str, ...]
+    why: str
+    saves_wait: bool  # those that are left are no quorum
+
+    @property
+    def reason(self) -> str:
+        names = ", ".join(self.replicas)
+        if self.saves_wait:
+            return f"store {names} is away ({self.why}): saves wait for it, training goes on"
+        return f"store {names} is away ({self.why}): saves go on with the other replicas, and it catches up when it is back"
+
+
+def away_of(policy: ReplicaPolicy, silent: dict[str, str], domains: dict[str, str]) -> Away | None:
+    """From what each silent replica said last."""
+    if not silent:
+        return None
+    left = [name for name in domains if name not in silent]
+    names = tuple(sorted(silent))
+    whys = sorted(set(silent.values()))
+    return Away(replicas=names, why="; ".join(whys), saves_wait=missing_for_quorum(policy, left, domains) > 0)
+
+
 def missing_for_quorum(policy: ReplicaPolicy, confirmed: Sequence[str], domains: dict[str, str]) -> int:
     """How many more distinct failure domains must confirm (C1). 0: the save counts."""
     reached = {domains[name] for name in confirmed} if not policy.single_node else set(confirmed)

@@ -311,6 +311,13 @@ class Damaged(NotDurable):
     remedy = "bring a replica that has a copy back, or load an older version: 'sublet checkpoint ls'"
 
 
+class Unreached(Damaged):
+    """A part of this checkpoint cannot be read now: replicas that may have it do not answer; nothing is known to be lost."""
+
+    code = "unreached"
+    remedy = "bring the named replicas back and try again; 'sublet doctor' tries each of them"
+
+
 class BlockTooSmall(NotDurable):
     """The value does not fit the block; the checkpoint before is untouched."""
 

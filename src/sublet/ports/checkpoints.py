@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from sublet.core.checkpoint import Away
 from sublet.core.effect import Steps
 from sublet.ports.ledger import LeaseKey
 
@@ -67,5 +68,13 @@ class Checkpoints(Protocol):
 
     def load(self, name: str, *, version: int | str | None = None, keys: Sequence[str] | None = None) -> Any:
         """Called at a resume, and to give a duplicate its stored result."""
+
+    @property
+    def away(self) -> Away | None:
+        """Called between steps: which replicas have not answered for some seconds, or None."""
+
+    def give_up(self) -> None:
+        """Called, from any thread, when the process must leave: a save under way fails now, and its head does not move (C6). The next save
+        is made as if nothing had been."""
 
     def close(self) -> None: ...

@@ -11,6 +11,7 @@ Rules of this port:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Protocol, runtime_checkable
 
 from sublet.core.checkpoint import Span
@@ -63,6 +64,27 @@ class Untidy(Protocol):
 
     def leftovers(self) -> Iterator[tuple[str, str, float, int]]:
         """Kind ('drafts', or 'aside' for what did not verify), name, age in seconds, size; `remove` takes kind and name."""
+
+
+@runtime_checkable
+class Remote(Replica, Protocol):
+    """A replica behind a network: it may be away for a while, and who waits for it may have to leave."""
+
+    @property
+    def away(self) -> str:
+        """Called by whoever tells the user: why it does not answer, once that has lasted for some seconds; '' otherwise."""
+
+    def give_up(self) -> None:
+        """Called when the process must leave: whatever waits for an answer fails now, and so does what is asked from now on."""
+
+    def take_up(self) -> None:
+        """Called before the next save: it is asked and waited for again."""
+
+    def clock(self) -> datetime:
+        """Called by whoever checks it: what time it is there."""
+
+    def hurried(self, seconds: float) -> Replica:
+        """Called by a read that has other replicas to ask: the same one, waited for so long and no longer."""
 
 
 class Draft(Protocol):

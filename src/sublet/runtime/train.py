@@ -7,6 +7,7 @@ Rules of this file:
 - One runner: the job is reserved under the lease before anything is restored. Whoever loses the lease can commit nothing more (S2).
 - A save that fails leaves the head where it was, and training goes on: the next save holds the same steps. It goes on for a bounded
   time only: progress nobody can save is not progress.
+- A store that is away is said once, and once that it is back. Nobody waits for it between steps, and a drain waits no longer than its deadline.
 - What to save before a deadline is `core.drain`'s decision, how often is `core.cadence`'s.
 """
 
@@ -20,12 +21,14 @@ import json
 import math
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 from sublet.core.cadence import Cadence, Cost, Losses, best_interval
-from sublet.core.drain import Behind, DrainPlan, Save, Speed, plan_drain
+from sublet.core.checkpoint import Away
+from sublet.core.drain import MARGIN_US, Behind, DrainPlan, Save, Speed, plan_drain
 from sublet.core.effect import MOST_EFFECTS, MOST_TEXT, Done, Duplicate, Steps
 from sublet.core.errors import (
     BadInput,
@@ -118,6 +121,7 @@ class Parts:
     lease: Held | None
     losses: Losses = field(default_factory=Losses)
     report: Callable[[int, int], None] = lambda working_on, committed: None
+    report_away: Callable[[str], None] = lambda reason: None  # why saves wait, or '' again
     release: Callable[[], None] = lambda: None  # the store and the lease, where they are the run's own
 
 
@@ -211,6 +215,8 @@ class Run:
         self._failures = 0
         self._retry_at = 0
         self._told_every: dict[int, int] = {}
+        self._away: tuple[Away, int] | None = None  # what was told of the store, and since when
+        self._save_missed = False  # one was due while the store was away
         self._stopping = ""
         self._leaving_for: Notice | None = None
         self._iterating = False
@@ -223,6 +229,7 @@ class Run:
         self._useful_us = 0
         self._step_began = now
         self._working = contextlib.ExitStack()  # of steps begun by hand
+        parts.alarms.on_notice(self._end_saves_in_time)
 
     # what the caller sees
 
@@ -450,6 +457,7 @@ class Run:
         now = self._parts.clock.monotonic_us()
         if self._behind is not None and self._behind.saving.done:
             self._collect()
+        self._tell_of_the_store()
         if self._parts.line.due(now):
             self._show(now, total)
         over = (total is not None and self.step >= total) or bool(self._stopping)
@@ -477,7 +485,8 @@ class Run:
             self._leaving_for = self._warned_before_the_last_is_over()
             if self._leaving_for is not None:
                 return "notice"
-            self._save_behind()
+            if self._behind is None or self._behind.saving.done or self._parts.ranks.world > 1:
+                self._save_behind()
         return ""
 
     # saving
@@ -488,6 +497,9 @@ class Run:
         if behind is not None and self._parts.ranks.world == 1:
             while notice is None and not behind.saving.wait(_LISTEN_SECONDS):
                 notice = self.notice
+                self._tell_of_the_store()
+                if self._away is not None and self._away[0].saves_wait:
+                    break  # nobody knows for how long: this save is made later, with more steps in it
         return notice
 
     def _due(self, now: int) -> bool:
@@ -496,7 +508,12 @@ class Run:
         if self._failures or len(self._span.effects) >= _MANY_EFFECTS:
             return True
         if self._cadence.steps:
-            return self.step % self._cadence.steps == 0
+            if self.step % self._cadence.steps == 0:
+                self._save_missed = True
+            if self._save_missed and self._behind is not None and not self._behind.saving.done:
+                # Saves do not overlap. A slow one is waited for; one that waits for a store that is away is not, and holds up nobody.
+                return self._parts.store.away is None
+            return self._save_missed
         if self._behind is not None:
             return False
         if self._cadence.us:
@@ -554,6 +571,7 @@ class Run:
         if not known or self.step < self._span.first:
             return  # after a failure there is a pause; and what was committed after all needs no save
         span, self._span = self._span, _Span(self.step + 1)
+        self._save_missed = False
         try:
             saving = self._parts.store.save_behind(
                 self.name,
@@ -656,14 +674,64 @@ class Run:
             ) from failure
         self._retry_at = now + min(LONGEST_RETRY_US, RETRY_US << min(self._failures, 10))
         self._failures += 1
-        self._parts.line.say(
-            f"not saved: {failure}. Step {self.committed:,} is committed; trying again in "
-            f"{format_duration(self._retry_at - now)}"
-        )
+        self._tell_of_the_store()
+        if self._away is None:  # it was said why, and will be said when that is over
+            self._parts.line.say(
+                f"not saved: {failure}. Step {self.committed:,} is committed; trying again in "
+                f"{format_duration(self._retry_at - now)}"
+            )
+
+    def _tell_of_the_store(self) -> None:
+        """One line when it is away, one when it is back."""
+        parts, away, told = self._parts, self._parts.store.away, self._away
+        now = parts.clock.monotonic_us()
+        if away is not None and (told is None or told[0].saves_wait != away.saves_wait):
+            self._away = away, told[1] if told is not None else now
+            parts.line.say(f"{away.reason}. Step {self.committed:,} is committed")
+            parts.report_away(away.reason)
+        elif away is None and told is not None:
+            self._away = None
+            gone = format_duration(max(SECOND_US, (now - told[1]) // SECOND_US * SECOND_US))
+            parts.line.say(f"store {', '.join(told[0].replicas)} is back after {gone}: saves go on")
+            parts.report_away("")
+
+    @contextlib.contextmanager
+    def _telling_meanwhile(self) -> Iterator[None]:
+        """While this thread waits for a save, somebody else says what it waits for."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(_LISTEN_SECONDS):
+                with contextlib.suppress(Exception):
+                    self._tell_of_the_store()
+
+        teller = threading.Thread(target=tell, name="sublet-tells", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+
+    def _end_saves_in_time(self, notice: Notice) -> None:
+        """From a thread of the alarms. Whatever a save waits for, this process leaves before its deadline."""
+        left = notice.deadline_us - self._parts.clock.monotonic_us()
+        ends = max(0, left - min(MARGIN_US, left // 2)) / SECOND_US
+
+        def give_up() -> None:
+            still = self._parts.alarms.notice  # a lease may have taken its warning back
+            if still is not None and still.deadline_us <= notice.deadline_us:
+                self._parts.store.give_up()
+
+        timer = threading.Timer(ends, give_up)
+        timer.daemon = True
+        timer.start()
 
     def _committed_as(self, version: int, step: int, span: _Span) -> None:
         now = self._parts.clock.monotonic_us()
-        if self._failures:
+        told = self._away is not None
+        self._tell_of_the_store()
+        if self._failures and not told:
             self._parts.line.say(f"saved again: step {step:,} is committed")
         self.version, self.committed, self._committed_at = version, step, now
         self._failures, self._failed_since, self._retry_at = 0, 0, 0
@@ -748,15 +816,25 @@ class Run:
             self._show(now, total, notice.reason)
         plan = self._plan(notice, now)
         try:
-            if plan.save in (Save.DELTA, Save.FULL):
-                self._commit_now()
-            elif plan.save is Save.WAIT:
-                self._collect()
+            with self._telling_meanwhile():
+                if plan.save in (Save.DELTA, Save.FULL):
+                    self._commit_now()
+                elif plan.save is Save.WAIT:
+                    self._collect()
         except (*_NOT_SAVED, LeaseLost, Fenced) as failure:
             plan = replace(plan, save=Save.SKIP, reason=f"what was done since could not be saved: {failure}")
         self._wait_for_the_commit()
-        line.say(f"leaves ({notice.reason}): {plan.reason}. Step {self.committed:,} is committed")
+        line.say(
+            f"leaves ({notice.reason}): {plan.reason}. Step {self.committed:,} is committed{self._unsaved()}"
+        )
         return plan
+
+    def _unsaved(self) -> str:
+        first = self.committed + 1
+        if self.step < first:
+            return ""
+        steps = f"step {first:,} is" if self.step == first else f"steps {first:,} to {self.step:,} are"
+        return f"; {steps} not saved, and will be done again by the next start"
 
     def _wait_for_the_commit(self) -> None:
         """No rank ends before rank 0 has committed: a launcher ends them all when it sees one end."""
@@ -790,7 +868,8 @@ class Run:
         the warning that is returned."""
         while True:
             try:
-                self._commit_now()
+                with self._telling_meanwhile():
+                    self._commit_now()
                 return None
             except _NOT_SAVED as failure:
                 if self._parts.ranks.world > 1:
@@ -823,6 +902,7 @@ class Run:
             self._working.close()
             parts.line.close()
             parts.report(self.step, self.committed)
+            parts.report_away("")
             try:
                 parts.release()
             finally:

@@ -25,14 +25,22 @@ class Writer:
         self._arena: Arena | None = None  # the one the process has mapped
         self._pid = 0
         self._lock = threading.Lock()
+        self._given_up = False
+        self.away: dict[str, str] = {}  # replicas that do not answer it, as it said last
 
-    def write(self, arena: Arena, spans: Sequence[Span], urls: Sequence[str]) -> Packed:
+    def write(
+        self, arena: Arena, spans: Sequence[Span], urls: Sequence[str], quorum: dict[str, Any]
+    ) -> Packed:
         """Blocks its thread, not the interpreter. `NotDurable` when the process died under it."""
         with self._lock:
             try:
-                answer = self._ask(arena, spans, urls)
+                answer = self._ask(arena, spans, urls, quorum)
             except OSError as e:
                 self._end()
+                if self._given_up:
+                    raise NotDurable(
+                        f"the replicas were not waited for any longer{_said(self.away)}; nothing of this save counts"
+                    ) from None
                 raise NotDurable(
                     f"the checkpoint writer died: {e.strerror or e}; nothing of this save counts"
                 ) from e
@@ -44,11 +52,36 @@ class Writer:
             tuple(answer["places"]),
             tuple(answer["confirmed"]),
             answer["failed"],
+            tuple(answer["late"]),
         )
 
-    def _ask(self, arena: Arena, spans: Sequence[Span], urls: Sequence[str]) -> dict[str, Any]:
+    def give_up(self) -> None:
+        """Whatever it writes is wanted no longer. From any thread; the next write starts another."""
+        self._given_up = True
+        process = self._process
+        if process is not None and self._pid == os.getpid():
+            with contextlib.suppress(OSError):
+                process.kill()
+
+    def take_up(self) -> None:
+        self._given_up = False
+
+    def is_there(self, replicas: Sequence[str]) -> None:
+        """They answered this process: what the writer knew of them is over."""
+        self.away = {name: why for name, why in self.away.items() if name not in replicas}
+
+    def _ask(
+        self, arena: Arena, spans: Sequence[Span], urls: Sequence[str], quorum: dict[str, Any]
+    ) -> dict[str, Any]:
+        if self._given_up:
+            raise ConnectionAbortedError("it was given up")
         link = self._running()
-        job = {"size": arena.size, "spans": [[s.offset, s.size] for s in spans], "replicas": list(urls)}
+        job = {
+            "size": arena.size,
+            "spans": [[s.offset, s.size] for s in spans],
+            "replicas": list(urls),
+            "quorum": quorum,
+        }
         data = json.dumps(job).encode()
         link.sendall(len(data).to_bytes(8, "little"))
         if self._arena is not arena:
@@ -57,9 +90,12 @@ class Writer:
             self._arena = arena
         else:
             link.sendall(data)
-        length = int.from_bytes(self._exactly(link, 8), "little")
-        answer: dict[str, Any] = json.loads(self._exactly(link, length))
-        return answer
+        while True:
+            length = int.from_bytes(self._exactly(link, 8), "little")
+            answer: dict[str, Any] = json.loads(self._exactly(link, length))
+            self.away = answer.pop("away")
+            if answer:
+                return answer
 
     @staticmethod
     def _exactly(link: socket.socket, count: int) -> bytes:
@@ -101,3 +137,7 @@ class Writer:
     def close(self) -> None:
         with self._lock:
             self._end()
+
+
+def _said(away: dict[str, str]) -> str:
+    return f" ({'; '.join(f'{name}: {why}' for name, why in sorted(away.items()))})" if away else ""

@@ -29,12 +29,27 @@ class BucketReplica:
 
     near = False
 
-    def __init__(self, name: str, domain: str, client: BucketClient) -> None:
+    def __init__(self, name: str, domain: str, client: BucketClient, known: PackReader | None = None) -> None:
         self.name = name
         self.domain = domain or client.where
         self.lane = client.where
         self._client = client
-        self._reader = PackReader(client)
+        self._reader = PackReader(client, known)
+
+    # being away
+
+    @property
+    def away(self) -> str:
+        return self._client.away
+
+    def give_up(self) -> None:
+        self._client.give_up()
+
+    def take_up(self) -> None:
+        self._client.take_up()
+
+    def hurried(self, seconds: float) -> BucketReplica:
+        return BucketReplica(self.name, self.domain, self._client.hurried(seconds), self._reader)
 
     def check(self) -> None:
         """One that cannot be reached now is not refused: the others may be enough. It is proven before it is written to."""
@@ -42,10 +57,7 @@ class BucketReplica:
             prove(self._client, self.name, "a replica", patience=CHECK_SECONDS)
         except BucketFailed as e:
             if e.lasting:
-                raise Misconfigured(
-                    f"{self.name} cannot be a replica: {e}",
-                    remedy="check that the bucket exists and that these credentials may read, write, list and delete in it",
-                ) from None
+                raise Misconfigured(f"{self.name} cannot be a replica: {e}", remedy=self._remedy(e)) from None
 
     def _ready(self) -> None:
         try:
@@ -54,7 +66,12 @@ class BucketReplica:
             raise self._not_durable(e) from None
 
     def _not_durable(self, error: OSError) -> NotDurable:
-        return NotDurable(f"{self.name} did not take it: {error.strerror or error}")
+        said = f"{self.name} did not take it: {error.strerror or error}"
+        return NotDurable(said, remedy=self._remedy(error) if isinstance(error, BucketFailed) else "")
+
+    def _remedy(self, error: BucketFailed) -> str:
+        scheme, _, rest = self.name.partition("://")
+        return error.remedy(scheme, rest.partition("/")[0])
 
     # packs
 
@@ -102,7 +119,7 @@ class BucketReplica:
 
     def packs(self) -> Iterator[tuple[str, float, int]]:
         """Also what was begun and never published, under the name of its draft: nothing refers to it, so a sweep takes it away."""
-        now = self._now()
+        now = self.clock()
         drafts: dict[str, tuple[datetime, int]] = {}
         for part in self._client.list(
             "parts"
@@ -124,12 +141,12 @@ class BucketReplica:
             yield draft, (now - changed).total_seconds(), size
 
     def manifests(self) -> Iterator[tuple[str, float]]:
-        now = self._now()
+        now = self.clock()
         for found in self._client.list("manifests"):
             name = found.path.removeprefix("manifests/").removesuffix(".json")
             yield name, (now - found.changed).total_seconds()
 
-    def _now(self) -> datetime:
+    def clock(self) -> datetime:
         path = f"probe/clock-{secrets.token_hex(16)}"
         self._client.create(path, b"")
         try:

@@ -108,10 +108,10 @@ class PackReader:
 
     REMEMBERED = 4096
 
-    def __init__(self, client: BucketClient) -> None:
+    def __init__(self, client: BucketClient, known: PackReader | None = None) -> None:
         self._client = client
-        self._known: dict[str, PackLayout] = {}
-        self._lock = threading.Lock()
+        self._known: dict[str, PackLayout] = {} if known is None else known._known
+        self._lock: threading.Lock = threading.Lock() if known is None else known._lock
 
     def forget(self, pack: str) -> None:
         with self._lock:

@@ -16,16 +16,18 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from sublet.core.checkpoint import (
     LONGEST_SAVE_US,
+    Away,
     ChunkEntry,
     Manifest,
     Span,
     TensorEntry,
+    away_of,
     lay_out,
     manifest_bytes,
 )
@@ -44,11 +46,12 @@ from sublet.ports.ledger import LeaseKey, Ledger
 from sublet.ports.memory import HostMemory
 from sublet.store.arena import Arena
 from sublet.store.background import Writer
+from sublet.store.catching_up import Behind, CatchingUp
 from sublet.store.lineage import is_digest
 from sublet.store.loading import READERS, Loading
 from sublet.store.ownership import claim
 from sublet.store.packing import Packed, digest, write_pack
-from sublet.store.replicas import Kept, Replicas
+from sublet.store.replicas import Account, Kept, Replicas, Spread
 from sublet.store.restoring import part_of
 from sublet.store.saving import Owned, Saved, Saving
 from sublet.store.slots import Slot
@@ -58,6 +61,8 @@ from sublet.store.weights import Exported, read_weights, tensors_of, write_safet
 
 #: Fewer bytes are written by a thread: they disturb training less than starting a process would.
 WORTH_A_PROCESS = 1 << 20
+#: How long a store that is closed waits for replicas that take what they lack. One that is away is not waited for.
+FAREWELL_SECONDS = 30.0
 #: How often the outcome of a commit is asked for when the connection broke under it.
 ASK_AGAIN = 5
 
@@ -102,6 +107,8 @@ class CheckpointStore(Loading):
         self._behind: Saving | None = None
         self._owned: Owned | None = None
         self._writer = Writer()
+        self._catching_up = CatchingUp(replicas, lambda: self.lineage.everything())
+        self._given_up = False
         self._claimed = False
         self._pid = os.getpid()
 
@@ -112,13 +119,18 @@ class CheckpointStore(Loading):
             self._behind = self._owned = None
             self._ahead = {}
             self._writer = Writer()
+            self._catching_up = CatchingUp(self._replicas, lambda: self.lineage.everything())
 
     def close(self) -> None:
-        """Waits for a save that is under way, then gives the memory of the last states back. What was loaded is the caller's."""
+        """Waits for a save that is under way, and for replicas that are catching up with it, for a while; then gives the memory of the last
+        states back. What was loaded is the caller's."""
         self._leave_the_parents()
         try:
             self.settle()
+            if not self._given_up:
+                self._catching_up.settle(FAREWELL_SECONDS)
         finally:
+            self._catching_up.stop()
             self._join_ahead()
             self._writer.close()
             self._slots.close()
@@ -128,6 +140,36 @@ class CheckpointStore(Loading):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # replicas that are slow or away
+
+    @property
+    def away(self) -> Away | None:
+        """Replicas that have not answered for some seconds, and whether saves wait for them."""
+        silent = {r.name: r.away for r in self._replicas.remote if r.away} | self._writer.away
+        return away_of(self._replicas.policy, silent, self._replicas.domains)
+
+    def behind(self) -> list[Behind]:
+        """Replicas that have not got yet what was committed, and by how much."""
+        return self._catching_up.standing()
+
+    def catch_up(self, seconds: float = 60.0) -> bool:
+        """Wait until every replica has what was committed, at most so long; whether they have."""
+        return self._catching_up.settle(seconds, patient=True)
+
+    def give_up(self) -> None:
+        """A save under way fails now instead of waiting for a replica; its head does not move, unless it has (C6)."""
+        self._given_up = True
+        for replica in self._replicas.remote:
+            replica.give_up()
+        self._writer.give_up()
+
+    def _take_up(self) -> None:
+        if self._given_up:
+            self._given_up = False
+            for replica in self._replicas.remote:
+                replica.take_up()
+            self._writer.take_up()
 
     # saving
 
@@ -148,6 +190,7 @@ class CheckpointStore(Loading):
         that become true with them.
         """
         self.settle()
+        self._take_up()
         copied = self._copy(name, state, expected_version, lease, schema, steps.step if steps else step)
         return self._finish(copied, self._leased(lease, steps), self._write_here)
 
@@ -171,6 +214,7 @@ class CheckpointStore(Loading):
         One at a time: the next save waits for this one, and raises what became of it if it failed. Its head has then not moved.
         """
         self.settle()
+        self._take_up()
         owned = Owned(overlap) if overlap is not None else None
         copied = self._copy(
             name, state, expected_version, lease, schema, steps.step if steps else step, owned
@@ -204,7 +248,7 @@ class CheckpointStore(Loading):
         behind.result()
 
     def _write_here(self, arena: Arena, spans: Sequence[Span]) -> Packed:
-        return write_pack(arena.view, spans, self._replicas.replicas)
+        return write_pack(arena.view, spans, self._replicas.replicas, self._replicas.enough)
 
     def _write_behind(self, arena: Arena, spans: Sequence[Span]) -> Packed:
         small = sum(span.size for span in spans) < WORTH_A_PROCESS
@@ -212,7 +256,8 @@ class CheckpointStore(Loading):
 
     def _write_elsewhere(self, arena: Arena, spans: Sequence[Span]) -> Packed:
         # The domain is ours to know; without one a '@' in a path would be taken for its beginning.
-        return self._writer.write(arena, spans, [f"{r.name}@writer" for r in self._replicas.replicas])
+        quorum = {"policy": asdict(self._replicas.policy), "domains": self._replicas.domains}
+        return self._writer.write(arena, spans, [f"{r.name}@writer" for r in self._replicas.replicas], quorum)
 
     def _copy(
         self,
@@ -274,6 +319,8 @@ class CheckpointStore(Loading):
 
     def _store(self, copied: _Copied, commit: Commits, write: Write) -> Saved:
         slot = copied.slot
+        account = Account()
+        lacking: dict[str, dict[str, tuple[ChunkEntry, ...] | None]] = {}
         if not self._claimed:
             claim(self._replicas.replicas, self._ledger().identity().id)
             self._claimed = True
@@ -286,7 +333,7 @@ class CheckpointStore(Loading):
         usable = lately | (slot.packs if mine else set(parent.packs) if parent is not None else set())
         there = kept.among({e.pack for e in slot.entries if e is not None} & usable)
         slot.entries = [e if e is not None and e.pack in there else None for e in slot.entries]
-        written = self._store_chunks(copied, parent, kept, write)
+        written = self._store_chunks(copied, parent, kept, write, lacking)
         failpoint("before_manifest")
         manifest = Manifest(
             name=copied.name,
@@ -305,7 +352,10 @@ class CheckpointStore(Loading):
             size=slot.layout.size,
         )
         data = manifest_bytes(manifest)
-        name_of_manifest, _ = self._replicas.put_manifest(data)
+        spread = self._replicas.spread(data, account)
+        name_of_manifest = spread.name
+        account.quorum_seconds = time.monotonic() - account.begun
+        self._writer.is_there(spread.confirmed)
         failpoint("after_quorum")
         if _now_us() - copied.since > LONGEST_SAVE_US:
             raise NotDurable(
@@ -317,10 +367,33 @@ class CheckpointStore(Loading):
         committed = commit(manifest, name_of_manifest, manifest.added_bytes(before))
         slot.settle_on(name_of_manifest, manifest)
         self._slots.remember(copied.name, slot, name_of_manifest, data)
+        for name, packs in kept.lacking.items():
+            known = lacking.setdefault(name, {})
+            known.update({pack: known.get(pack) for pack in packs & set(manifest.packs)})
+        self._owe(spread, lacking, (name_of_manifest, data, account))
         total = sum(c.size for c in slot.layout.chunks)
         return Saved(
-            version=committed, digest=name_of_manifest, bytes_written=written, bytes_shared=total - written
+            version=committed,
+            digest=name_of_manifest,
+            bytes_written=written,
+            bytes_shared=total - written,
+            account=account,
         )
+
+    def _owe(
+        self,
+        spread: Spread,
+        lacking: dict[str, dict[str, tuple[ChunkEntry, ...] | None]],
+        manifest: tuple[str, bytes, Account],
+    ) -> None:
+        """What is committed now and was not waited for."""
+        account = manifest[2]
+        remote = {r.name for r in self._replicas.remote}
+        without = {name for name in remote if name in spread.late or name in spread.failed}
+        account.late = tuple(sorted(without | (lacking.keys() & remote)))
+        for name in account.late:
+            account.seconds.pop(name, None)  # the manifest alone is not the save
+            self._catching_up.owe(name, packs=lacking.get(name, {}), manifest=manifest)
 
     def _parent(self, digest: str) -> Manifest | None:
         """The state before, whose chunks need not be written again. Losing it must not keep the next one from being saved."""
@@ -329,7 +402,14 @@ class CheckpointStore(Loading):
         except Damaged:
             return None
 
-    def _store_chunks(self, copied: _Copied, parent: Manifest | None, kept: Kept, write: Write) -> int:
+    def _store_chunks(
+        self,
+        copied: _Copied,
+        parent: Manifest | None,
+        kept: Kept,
+        write: Write,
+        lacking: dict[str, dict[str, tuple[ChunkEntry, ...] | None]],
+    ) -> int:
         """Everything not known to be stored: looked for by digest in the parent, written if it is not there."""
         slot = copied.slot
         unknown = [n for n, entry in enumerate(slot.entries) if entry is None]
@@ -358,6 +438,9 @@ class CheckpointStore(Loading):
         slot.written[packed.pack] = copied.since
         for number, span, name, at in zip(unknown, spans, packed.digests, packed.places, strict=True):
             slot.entries[number] = ChunkEntry(span, name, packed.pack, at)
+        whole = tuple(entry for n in unknown if (entry := slot.entries[n]) is not None)
+        for name in (*packed.late, *packed.failed):
+            lacking.setdefault(name, {})[packed.pack] = whole
         return sum(span.size for span in spans)
 
     def _tenant(self, head: Head | None, lease: Fenced | str) -> str:

@@ -11,24 +11,40 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from sublet.core.checkpoint import MARK
 from sublet.core.errors import Misconfigured, SubletError
-from sublet.ports.store import Replica
+from sublet.ports.store import Remote, Replica
 from sublet.store.packing import digest
+
+#: How long a replica behind a network is waited for before its first save.
+ASK_SECONDS = 5.0
 
 
 def claim(replicas: Sequence[Replica], ledger_id: str) -> None:
-    """Before a save. A replica that cannot be reached now is claimed by a later one."""
-    for replica in replicas:
+    """Before a save. A replica that cannot be reached now is claimed by a later one: all are asked at once, and not for long."""
+
+    def ask(replica: Replica) -> Misconfigured | None:
+        asked = replica.hurried(ASK_SECONDS) if isinstance(replica, Remote) else replica
         with contextlib.suppress(OSError):
-            owner = owner_of(replica)
+            owner = owner_of(asked)
             if owner is None:
                 with contextlib.suppress(SubletError):
-                    replica.put_manifest(MARK, _mark(ledger_id))
-                owner = owner_of(replica)  # somebody else may have been first
+                    asked.put_manifest(MARK, _mark(ledger_id))
+                owner = owner_of(asked)  # somebody else may have been first
             if owner and owner != ledger_id:
-                raise _foreign(replica)
+                return _foreign(replica)
+        return None
+
+    if len(replicas) == 1:
+        answers = [ask(replicas[0])]
+    else:
+        with ThreadPoolExecutor(len(replicas)) as pool:
+            answers = list(pool.map(ask, replicas))
+    for foreign in answers:
+        if foreign is not None:
+            raise foreign
 
 
 def require_own(replica: Replica, ledger_id: str) -> None:

@@ -5,14 +5,19 @@ Rules of this file:
 - Nothing is believed: every read is verified by digest before it is used (C3). A copy that does not verify is set aside, never
   used to repair another, and replaced from a good one.
 - With no good copy left the error names the digest and every replica that was asked (C4). Never a part of a state.
+- One that cannot be reached is not one that lost it: if any of those asked might still have it, the error says to come back.
+- Reads go to the nearest, as `core.nearness` says; while another can be asked nobody is waited for long. Writes and questions go to all at
+  once and count as soon as enough have answered: who is slow, or away, costs nobody the others' answers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sublet.core.checkpoint import (
@@ -25,9 +30,17 @@ from sublet.core.checkpoint import (
     missing_for_quorum,
     read_manifest,
 )
-from sublet.core.errors import Damaged, Misconfigured, NotDurable, QuorumNotReached, SubletError
-from sublet.ports.store import Draft, Replica
-from sublet.store.packing import digest, verify_pack
+from sublet.core.errors import (
+    Damaged,
+    Misconfigured,
+    NotDurable,
+    QuorumNotReached,
+    SubletError,
+    Unreached,
+)
+from sublet.core.nearness import Choice, Known, Reach, hurried_us, reading_order
+from sublet.ports.store import Draft, Remote, Replica
+from sublet.store.packing import Board, digest, verify_pack
 
 ASKERS = 16
 
@@ -49,12 +62,43 @@ class Health:
         self.lost += other.lost
 
 
+@dataclass(slots=True)
+class Account:
+    """Who confirmed a save when, in seconds from its beginning. Those that were late are written down when they have caught up."""
+
+    begun: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+    quorum_seconds: float = 0.0
+    late: tuple[str, ...] = ()
+
+    def confirm(self, name: str) -> None:
+        self.seconds.setdefault(name, time.monotonic() - self.begun)
+
+    @property
+    def slowest(self) -> tuple[str, float] | None:
+        """None as long as somebody is late."""
+        if not self.seconds or any(name not in self.seconds for name in self.late):
+            return None
+        return max(self.seconds.items(), key=lambda known: known[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A manifest that enough replicas have."""
+
+    name: str
+    confirmed: list[str]
+    late: tuple[str, ...]
+    failed: dict[str, str]
+
+
 class Replicas:
-    def __init__(self, replicas: Sequence[Replica], policy: ReplicaPolicy) -> None:
+    def __init__(self, replicas: Sequence[Replica], policy: ReplicaPolicy, *, here: str = "") -> None:
         self.replicas = tuple(replicas)
         self.policy = policy
-        near_first = policy.placement == "near"
-        self._to_read = tuple(sorted(replicas, key=lambda r: near_first and not r.near))
+        self._here = here
+        self._reach = {r.name: Reach() for r in replicas}
+        self._by_name = {r.name: r for r in replicas}
         names = [r.name for r in replicas]
         if len(set(names)) != len(names) or len(names) != policy.replicas:
             raise Misconfigured(
@@ -79,19 +123,54 @@ class Replicas:
                 f"{self.policy.write_quorum} in different failure domains are needed ({silent})"
             )
 
+    def enough(self, confirmed: Collection[str]) -> bool:
+        """Whether these are a write quorum."""
+        return not missing_for_quorum(self.policy, list(confirmed), self._domains)
+
+    @property
+    def domains(self) -> dict[str, str]:
+        """What each replica fails with."""
+        return dict(self._domains)
+
+    @property
+    def remote(self) -> list[Remote]:
+        return [r for r in self.replicas if isinstance(r, Remote)]
+
     def put_manifest(self, data: bytes) -> tuple[str, list[str]]:
         """Its digest, and who has it."""
+        spread = self.spread(data, Account())
+        return spread.name, spread.confirmed
+
+    def spread(self, data: bytes, account: Account) -> Spread:
+        """To all at once. Those behind a network are not waited for once enough have it."""
         name = digest(data)
-        confirmed: list[str] = []
-        failed: dict[str, str] = {}
-        for replica in self.replicas:
+        board = Board(self.replicas, self.enough)
+
+        def put(replica: Replica) -> None:
             try:
                 self._put_manifest(replica, name, data)
-                confirmed.append(replica.name)
+                account.confirm(replica.name)
+                board.confirm(replica.name)
             except SubletError as e:
-                failed[replica.name] = e.message
-        self.require(confirmed, failed, "the manifest")
-        return name, confirmed
+                board.fail(replica.name, e.message)
+            except BaseException as e:
+                board.broke(e)
+            finally:
+                board.leave([replica])
+
+        away = [r for r in self.replicas if not r.near]
+        for replica in away:
+            threading.Thread(target=put, args=(replica,), name="sublet-manifest", daemon=True).start()
+        for replica in self.replicas:
+            if replica.near:
+                put(replica)
+        try:
+            board.wait()
+        finally:
+            board.close()
+        confirmed = board.confirmed
+        self.require(confirmed, board.failed, "the manifest")
+        return Spread(name, confirmed, board.late, dict(board.failed))
 
     def _put_manifest(self, replica: Replica, name: str, data: bytes) -> None:
         """A bad copy from before under the same name is set aside: it must not keep the good one out."""
@@ -113,35 +192,53 @@ class Replicas:
                 ) from e
         replica.put_manifest(name, data)
 
-    def kept(self, packs: Collection[str]) -> set[str]:
-        """Those that as many failure domains have as must confirm a write: only they may be referred to again (C1)."""
-        having: dict[str, list[str]] = {pack: [] for pack in packs}
-
-        def ask(pack: str, replica: Replica) -> None:
-            with contextlib.suppress(OSError):
-                if replica.has_pack(pack):
-                    having[pack].append(replica.name)
-
-        # Side by side: to a bucket each is a round trip, and a state may lie in hundreds of packs.
-        with ThreadPoolExecutor(ASKERS) as pool:
-            for asked in [pool.submit(ask, pack, r) for pack in having for r in self.replicas]:
-                asked.result()
-        return {pack for pack in having if not missing_for_quorum(self.policy, having[pack], self._domains)}
+    def kept(self, packs: Collection[str], lacking: dict[str, set[str]] | None = None) -> set[str]:
+        """Those that as many failure domains have as must confirm a write: only they may be referred to again (C1). `lacking` is told who
+        said that it has a pack not."""
+        asking = _Asking(self.replicas, packs, self.enough)
+        found = asking.run()
+        for name, pack in asking.lacking if lacking is not None else ():
+            lacking.setdefault(name, set()).add(pack)  # type: ignore[union-attr]
+        return found
 
     # reading
+
+    def reading_order(self, size: int) -> list[Choice]:
+        """Whom a read of so many bytes asks, in this order, and why."""
+        if self.policy.placement != "near":
+            return [Choice(name=r.name, reason="as listed") for r in self.replicas]
+        known = [
+            Known(name=r.name, near=r.near, domain=self._domains[r.name], reach=self._reach[r.name])
+            for r in self.replicas
+        ]
+        return reading_order(known, here=self._here, size=size)
+
+    def _asked_in_turn(self, size: int) -> Iterable[tuple[Replica, Replica]]:
+        """Each replica, and as whom it is asked: hurriedly at first, because another may have it at hand; then whoever was behind a network
+        once more, as patiently as its own settings say."""
+        order = [self._by_name[choice.name] for choice in self.reading_order(size)]
+        if len(order) == 1:
+            yield order[0], order[0]
+            return
+        for replica in order:
+            hurry = hurried_us(self._reach[replica.name], size) / 1e6
+            yield replica, replica.hurried(hurry) if isinstance(replica, Remote) else replica
+        for replica in order:
+            if isinstance(replica, Remote):
+                yield replica, replica
+
+    def _measured(self, replica: Replica, size: int, began: float) -> None:
+        if not replica.near:
+            took = int((time.monotonic() - began) * 1e6)
+            self._reach[replica.name] = self._reach[replica.name].after(size, took)
 
     def manifest(self, name: str, health: Health | None = None, *, mend: bool = True) -> Manifest:
         """From whichever replica has it right; the others are given it on the way, unless nothing may be changed."""
         health = health or Health()
-        asked: list[str] = []
         bad: list[Replica] = []
-        for replica in self._to_read:
-            asked.append(replica.name)
-            try:
-                data = replica.get_manifest(name)
-            except OSError:
-                health.unreachable.append(replica.name)
-                continue
+        silent: dict[str, str] = {}
+        for replica, data in self._manifests(name, silent):
+            silent.pop(replica.name, None)
             if data is None:
                 bad.append(replica)
                 continue
@@ -150,11 +247,80 @@ class Replicas:
                     self._set_aside(replica, "manifest", name, health)
                 bad.append(replica)
                 continue
+            health.unreachable += silent
             found = read_manifest(data)
             for other in bad if mend else ():
                 self._repair_manifest(other, name, data, health)
             return found
-        raise Damaged(f"manifest {name} is on none of {', '.join(asked)} in good order")
+        health.unreachable += silent
+        raise self._nowhere(f"manifest {name}", silent)
+
+    def _manifests(self, name: str, silent: dict[str, str]) -> Iterable[tuple[Replica, bytes | None]]:
+        """What each replica says, until somebody is content. Those never measured are asked at once the first time, which measures them."""
+        order = self.reading_order(0)
+        unmeasured = [c.name for c in order if self._reach[c.name].latency_us is None]
+        distant = [self._by_name[n] for n in unmeasured if not self._by_name[n].near]
+        near = [self._by_name[c.name] for c in order if self._by_name[c.name].near]
+        chosen = self.policy.placement == "near" and not (
+            self._here and any(self._domains[c.name] == self._here for c in order)
+        )
+        asked: set[str] = set()
+        if chosen and not near and len(distant) > 1:
+            for replica, data, error in self._race(name, distant):
+                if error is None:
+                    asked.add(replica.name)
+                    yield replica, data
+                else:
+                    silent[replica.name] = str(error.strerror or error)
+        for replica, through in self._asked_in_turn(0):
+            if replica.name in asked:
+                continue
+            began = time.monotonic()
+            try:
+                data = through.get_manifest(name)
+            except OSError as e:
+                silent[replica.name] = str(e.strerror or e)
+                continue
+            self._measured(replica, 0, began)
+            asked.add(replica.name)
+            yield replica, data
+
+    def _race(
+        self, name: str, replicas: Sequence[Replica]
+    ) -> Iterable[tuple[Replica, bytes | None, OSError | None]]:
+        answers: queue.SimpleQueue[tuple[Replica, bytes | None, OSError | None]] = queue.SimpleQueue()
+
+        def ask(replica: Replica) -> None:
+            began = time.monotonic()
+            hurry = hurried_us(Reach(), 0) / 1e6
+            through = replica.hurried(hurry) if isinstance(replica, Remote) else replica
+            try:
+                data = through.get_manifest(name)
+            except OSError as e:
+                answers.put((replica, None, e))
+                return
+            except BaseException as e:
+                answers.put((replica, None, OSError(str(e))))
+                return
+            self._measured(replica, 0, began)
+            answers.put((replica, data, None))
+
+        for replica in replicas:
+            threading.Thread(target=ask, args=(replica,), name="sublet-race", daemon=True).start()
+        for _ in replicas:
+            yield answers.get()
+
+    def _nowhere(self, what: str, silent: dict[str, str]) -> SubletError:
+        asked = ", ".join(r.name for r in self.replicas)
+        if not silent:
+            return Damaged(f"{what} is on none of {asked} in good order")
+        said = "; ".join(f"{name}: {why}" for name, why in sorted(silent.items()))
+        others = [r.name for r in self.replicas if r.name not in silent]
+        rest = f", and is on none of {', '.join(others)} in good order" if others else ""
+        return Unreached(
+            f"{what} could not be read{rest}; not reached: {said}",
+            remedy="nothing is known to be lost: bring what was not reached back and try again; 'sublet doctor' tries each replica",
+        )
 
     def _repair_manifest(self, replica: Replica, name: str, data: bytes, health: Health) -> None:
         try:
@@ -166,20 +332,26 @@ class Replicas:
     def chunk(self, entry: ChunkEntry, into: memoryview, health: Health | None = None) -> None:
         """Fill `into` with the chunk's bytes, from whichever replica has them right."""
         health = health or Health()
-        asked: list[str] = []
-        for replica in self._to_read:
-            asked.append(replica.name)
-            try:
-                there = replica.read_pack(entry.pack, entry.at, into)
-            except OSError:
-                health.unreachable.append(replica.name)
+        silent: dict[str, str] = {}
+        answered: set[str] = set()
+        for replica, through in self._asked_in_turn(into.nbytes):
+            if replica.name in answered:
                 continue
+            began = time.monotonic()
+            try:
+                there = through.read_pack(entry.pack, entry.at, into)
+            except OSError as e:
+                silent[replica.name] = str(e.strerror or e)
+                continue
+            silent.pop(replica.name, None)
+            answered.add(replica.name)
             if there and digest(into) == entry.digest:
+                self._measured(replica, into.nbytes, began)
+                health.unreachable += silent
                 return
             health.wanting.add(entry.pack)
-        raise Damaged(
-            f"chunk {entry.digest} (pack {entry.pack}) is on none of {', '.join(asked)} in good order"
-        )
+        health.unreachable += silent
+        raise self._nowhere(f"chunk {entry.digest} (pack {entry.pack})", silent)
 
     # repairing
 
@@ -281,6 +453,24 @@ class Replicas:
             view.release()
             buffer.close()
 
+    # giving one of them what it lacks
+
+    def has_pack(self, name: str, pack: str) -> bool:
+        return self._by_name[name].has_pack(pack)
+
+    def give_manifest(self, name: str, digest_of: str, data: bytes) -> None:
+        self._put_manifest(self._by_name[name], digest_of, data)
+
+    def give_pack(self, name: str, pack: str, chunks: Sequence[ChunkEntry], health: Health) -> None:
+        """All that is in it, from those that have it. `NotDurable` unless the replica has it when it returns."""
+        replica = self._by_name[name]
+        if isinstance(replica, Remote) and replica.away:
+            raise NotDurable(f"{name} is away: {replica.away}")
+        ordered = sorted(chunks, key=lambda c: c.at)
+        self._write_anew(pack, ordered, [replica], {name: "missing"}, health)
+        if not health.repaired:
+            raise NotDurable(f"{name} did not take pack {pack[:12]}")
+
     def inspect(self, manifests: Sequence[Manifest]) -> list[tuple[str, str, str]]:
         """Each replica's copy of each pack these manifests need: 'good', 'missing' or 'bad'. Changes nothing."""
         return [
@@ -315,18 +505,73 @@ class Replicas:
             self._repair_manifest(replica, name, data or b"", health)
 
 
+class _Asking:
+    """Which packs a quorum has: all replicas are asked side by side, and nobody is waited for once all is decided."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], packs: Collection[str], enough: Callable[[Collection[str]], bool]
+    ) -> None:
+        self._replicas = replicas
+        self._enough = enough
+        self._changed = threading.Condition()
+        self._having: dict[str, list[str]] = {pack: [] for pack in packs}
+        self._answers = dict.fromkeys(packs, 0)  # also of those who could not say
+        self._kept: set[str] = set()
+        self._open = set(packs)
+        self.lacking: list[tuple[str, str]] = []
+
+    def run(self) -> set[str]:
+        # Side by side: to a bucket each is a round trip, and a state may lie in hundreds of packs.
+        workers = max(1, min(ASKERS // max(1, len(self._replicas)), len(self._having)))
+        for replica in self._replicas:
+            left = deque(self._having)
+            for _ in range(workers):
+                threading.Thread(
+                    target=self._ask, args=(replica, left), name="sublet-asks", daemon=True
+                ).start()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open)
+            return set(self._kept)
+
+    def _ask(self, replica: Replica, left: deque[str]) -> None:
+        while self._open:
+            try:
+                pack = left.popleft()
+            except IndexError:
+                return
+            has: bool | None = None
+            try:
+                has = replica.has_pack(pack)
+            except Exception:  # it cannot say
+                has = None
+            with self._changed:
+                self._answers[pack] += 1
+                if has:
+                    self._having[pack].append(replica.name)
+                    if pack in self._open and self._enough(self._having[pack]):
+                        self._kept.add(pack)
+                        self._open.discard(pack)
+                elif has is False:
+                    self.lacking.append((replica.name, pack))
+                if self._answers[pack] == len(self._replicas):
+                    self._open.discard(pack)
+                if not self._open:
+                    self._changed.notify_all()
+
+
 class Kept:
     """What one save found out about the packs of those before it. Each is asked about once."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._known: dict[str, bool] = {}
+        self.lacking: dict[str, set[str]] = {}  # by replica: what it was found not to have
 
     def among(self, packs: Iterable[str]) -> set[str]:
         wanted = set(packs)
         new = wanted - self._known.keys()
         if new:
-            found = self._replicas.kept(new)
+            found = self._replicas.kept(new, self.lacking)
             self._known.update((pack, pack in found) for pack in new)
         return {pack for pack in wanted if self._known[pack]}
 

@@ -12,12 +12,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sublet.core.checkpoint import ChunkEntry, Layout
 from sublet.core.errors import BadInput, Misconfigured, Unsavable
 from sublet.store.arena import address_of
+from sublet.store.replicas import Account
 from sublet.store.slots import Slot
 from sublet.store.tree import Taken
 
@@ -28,6 +29,13 @@ class Saved:
     digest: str
     bytes_written: int
     bytes_shared: int
+    #: Who confirmed it when; those that were late are written down there when they have caught up.
+    account: Account = field(default_factory=Account, compare=False, repr=False)
+
+    @property
+    def quorum_seconds(self) -> float:
+        """From the beginning until enough replicas had it."""
+        return self.account.quorum_seconds
 
 
 class Saving:

@@ -5,6 +5,7 @@
   pipe that should tell it that the trainer died.
 - It maps the trainer's arena and only reads it. It knows replicas and nothing else: no ledger, no lease. What it wrote counts only
   when the trainer's process commits it.
+- While it writes it says which replicas do not answer, whenever that changes: the trainer's user wants to know what a save waits for.
 - It leaves with the trainer: its socket ends.
 """
 
@@ -15,17 +16,20 @@ import json
 import os
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
-from sublet.core.checkpoint import Span
+from sublet.core.checkpoint import ReplicaPolicy, Span, missing_for_quorum
 from sublet.core.errors import SubletError
-from sublet.ports.store import Replica
+from sublet.ports.store import Remote, Replica
 from sublet.store.arena import Arena
 from sublet.store.opening import open_replica
 from sublet.store.packing import write_pack
 
 #: Training comes first.
 NICENESS = 10
+TELL_SECONDS = 0.1
 
 
 def main(fd: int) -> int:
@@ -49,12 +53,43 @@ def main(fd: int) -> int:
             if arena is not None:
                 arena.close()
             arena = Arena(job["size"], fds[0])
-        answer = _run(job, arena, replicas)
-        data = json.dumps(answer).encode()
         try:
-            link.sendall(len(data).to_bytes(8, "little") + data)
+            with _telling(link, replicas):
+                answer = _run(job, arena, replicas)
+            _send(link, {"away": _away(replicas), **answer})
         except OSError:
             return 0
+
+
+def _send(link: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    link.sendall(len(data).to_bytes(8, "little") + data)
+
+
+def _away(replicas: dict[str, Replica]) -> dict[str, str]:
+    return {r.name: r.away for r in list(replicas.values()) if isinstance(r, Remote) and r.away}
+
+
+@contextlib.contextmanager
+def _telling(link: socket.socket, replicas: dict[str, Replica]) -> Iterator[None]:
+    over = threading.Event()
+
+    def tell() -> None:
+        told: dict[str, str] = {}
+        while not over.wait(TELL_SECONDS):
+            away = _away(replicas)
+            if away.keys() != told.keys():
+                told = away
+                with contextlib.suppress(OSError):  # the trainer is gone: so is this process, in a moment
+                    _send(link, {"away": away})
+
+    teller = threading.Thread(target=tell, name="sublet-tells", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
 def _run(job: dict[str, Any], arena: Arena | None, replicas: dict[str, Replica]) -> dict[str, Any]:
@@ -63,8 +98,12 @@ def _run(job: dict[str, Any], arena: Arena | None, replicas: dict[str, Replica])
         for url in job["replicas"]:
             if url not in replicas:
                 replicas[url] = open_replica(url)
+        policy, domains = ReplicaPolicy(**job["quorum"]["policy"]), job["quorum"]["domains"]
         packed = write_pack(
-            arena.view, [Span(*s) for s in job["spans"]], [replicas[url] for url in job["replicas"]]
+            arena.view,
+            [Span(*s) for s in job["spans"]],
+            [replicas[url] for url in job["replicas"]],
+            lambda confirmed: not missing_for_quorum(policy, list(confirmed), domains),
         )
     except SubletError as e:
         return {"error": e.message}
@@ -76,6 +115,7 @@ def _run(job: dict[str, Any], arena: Arena | None, replicas: dict[str, Replica])
         "places": packed.places,
         "confirmed": packed.confirmed,
         "failed": packed.failed,
+        "late": packed.late,
     }
 
 
