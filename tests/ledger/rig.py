@@ -45,6 +45,10 @@ TABLES = [
     "clerk",
     "item",
     "journal",
+    "pruned",
+    "pruned_commit",
+    "leaving",
+    "used_day",
 ]
 SECOND = 1_000_000
 MINUTE = 60 * SECOND

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import click
 
-from sublet.cli.output import instant, json_option, print_fields, print_json, print_table
+from sublet.cli.output import archive_option, instant, json_option, print_fields, print_json, print_table
 from sublet.core.effect import Effect
 from sublet.core.errors import NotProven, SubletError
 from sublet.core.proof import Flaw, Proof
@@ -30,8 +31,17 @@ PAGE = 1000
 )
 @click.option("--deep", is_flag=True, help="Also read every copy of every pack of the job's checkpoints.")
 @click.option("--limit", default=20, show_default=True, help="The most faults to show of one job.")
+@archive_option
 @json_option
-def audit(job: str, effects: bool, look: bool | None, deep: bool, limit: int, as_json: bool) -> None:
+def audit(
+    job: str,
+    effects: bool,
+    look: bool | None,
+    deep: bool,
+    limit: int,
+    archived: tuple[Path, ...],
+    as_json: bool,
+) -> None:
     """Prove from the ledger that each step and effect of JOB (or of every job) was committed exactly once.
 
     It walks the hash chain of the journal from its first row, follows the job from its first step to its head, and compares every
@@ -39,7 +49,7 @@ def audit(job: str, effects: bool, look: bool | None, deep: bool, limit: int, as
     Changes nothing. Exit code 73 if anything is wrong, with the row named.
     """
     ledger = open_ledger(load_settings())
-    proofs = ledger.prove(*([job] if job else []))
+    proofs = ledger.prove(*([job] if job else []), archived=archived)
     proofs, looked = _attested(proofs, look or (True if deep else look), deep)
     if effects:
         _show_effects(ledger, [p.job for p in proofs], as_json)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -15,6 +16,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(command)
+
+
+def archive_option(command: F) -> F:
+    """Where the pruned part of the journal is."""
+    return click.option(
+        "--archive",
+        "archived",
+        type=click.Path(exists=True, path_type=Path),
+        multiple=True,
+        help="What 'sublet journal prune' wrote: its folder, or its files. Then everything is looked at, from the first row.",
+    )(command)
+
+
+def day(at_us: int) -> str:
+    """In UTC, as sums of days are."""
+    return datetime.fromtimestamp(at_us / 1e6, UTC).strftime("%Y-%m-%d")
 
 
 def print_json(value: object) -> None:

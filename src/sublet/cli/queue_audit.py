@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from sublet.cli.audit import flaw_json, show_flaws
-from sublet.cli.output import instant, json_option, print_fields, print_json, print_table
+from sublet.cli.output import archive_option, instant, json_option, print_fields, print_json, print_table
 from sublet.core.errors import NotProven
 from sublet.core.item_proof import ItemProof
 from sublet.settings import load_settings
@@ -15,8 +17,9 @@ from sublet.wiring import open_ledger
 @click.command(epilog="Example:  sublet queue audit images")
 @click.argument("name", metavar="[QUEUE]", required=False, default="")
 @click.option("--limit", default=20, show_default=True, help="The most faults to show of one queue.")
+@archive_option
 @json_option
-def audit(name: str, limit: int, as_json: bool) -> None:
+def audit(name: str, limit: int, archived: tuple[Path, ...], as_json: bool) -> None:
     """Prove from the ledger that each item of QUEUE (or of every queue) was done exactly once.
 
     It walks the hash chain of the journal from its first row and compares every item with what its clerks journalled: none completed twice,
@@ -27,7 +30,7 @@ def audit(name: str, limit: int, as_json: bool) -> None:
     ledger = open_ledger(settings)
     tenant = settings["tenant"]
     found = [ledger.queue(tenant, name)] if name else ledger.queues(tenant)
-    proofs = [ledger.prove_queue(record.id) for record in found]
+    proofs = [ledger.prove_queue(record.id, archived) for record in found]
     if as_json:
         print_json([_as_json(p) for p in proofs])
     elif name:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import click
 
+from sublet.cli.output import day as instant_day
 from sublet.cli.output import json_option, print_json, print_table
 from sublet.cli.report_views import by_neighbour, by_session
 from sublet.core.goodput import MICRO, REFUND_RULE, Account, Stretch, accounts, day_of, stretches
@@ -80,14 +81,20 @@ def report(
     }
     costs = price_micro is not None or bool(listed)
     rows, total = accounts(
-        stretches(found.leases, found.commits, since=since, now=found.at), GROUPS[by], tariffs=tariffs
+        stretches(found.leases, found.commits, since=since, now=found.at),
+        GROUPS[by],
+        tariffs=tariffs,
+        removed=found.removed,
+        unlisted_micro=price_micro,
     )
+    pruned = found.pruned_before if found.removed else 0
     if as_json:
         shown = {
             "by": by,
             "since": since,
             "until": found.at,
             "refund_rule": REFUND_RULE,
+            "pruned_before": pruned,
             "rows": [_as_json(a, costs) for a in rows],
             "total": _as_json(total, costs),
         }
@@ -96,6 +103,10 @@ def report(
         _print_csv(by, rows, costs)
     else:
         _print(by, rows, total, costs, days)
+        if pruned:
+            click.echo(
+                f"pruned before {instant_day(pruned)}: sums of whole days from then on back, without the time between commits"
+            )
 
 
 def _percent(part: int, whole: int) -> str:
@@ -134,7 +145,7 @@ def _print(by: str, rows: list[Account], total: Account, costs: bool, days: int)
             str(a.steps) if a.commits else "-",
             str(a.commits) if a.commits else "-",
             "-" if a.median_gap_us is None else format_duration(a.median_gap_us),
-            str(len(a.leases)),
+            str(a.lease_count),
         ]
         if costs:
             line += [format_duration(a.refund_us) if a.refund_us else "-", _cost(a)]
@@ -163,7 +174,7 @@ def _as_json(a: Account, costs: bool) -> dict[str, object]:
         "steps": a.steps,
         "commits": a.commits,
         "median_between_commits_us": a.median_gap_us,
-        "leases": len(a.leases),
+        "leases": a.lease_count,
         "losses": dict(sorted(a.losses.items())),
         "losses_with_notice": a.noticed,
         "losses_without_notice": lost - a.noticed,

@@ -101,6 +101,27 @@ class Account:
     noticed: int = 0
     gaps: list[int] = field(default_factory=list)
 
+    removed: int = 0  # leases whose rows are gone
+
+    @property
+    def lease_count(self) -> int:
+        return len(self.leases) + self.removed
+
+    def add_removed(self, use: DayUse, price_micro: int | None) -> None:
+        """What leases used whose rows were removed. What was not on the price list costs `price_micro`."""
+        self.removed += use.leases
+        for name in ("held_us", "useful_us", "overhead_us", "wasted_us", "other_us", "refund_us"):
+            setattr(self, name, getattr(self, name) + getattr(use, name))
+        self.commits += use.commits
+        self.steps += use.steps
+        self.losses.update(use.losses)
+        self.noticed += use.noticed
+        self.cost_micro += use.cost_micro
+        if price_micro is None:
+            self.unpriced_us += use.unlisted_held_us
+        else:
+            self.cost_micro += cost_micro(use.unlisted_us, price_micro)
+
     @property
     def goodput_ppm(self) -> int | None:
         """Useful in millionths of the time held for jobs that commit steps; None when there is no such time."""
@@ -142,12 +163,107 @@ def cost_micro(gpu_us: int, price_micro: int) -> int:
     return gpu_us * price_micro // HOUR_US
 
 
+@dataclass(slots=True)
+class DayUse:
+    """What removed leases used, of one day, tenant, job and tier. Sums of stretches; the time between commits is not among them."""
+
+    day: int
+    tenant: str
+    job: str
+    tier: str
+    leases: int = 0
+    held_us: int = 0
+    useful_us: int = 0
+    overhead_us: int = 0
+    wasted_us: int = 0
+    other_us: int = 0
+    refund_us: int = 0
+    cost_micro: int = 0  # of what was on the price list
+    unlisted_us: int = 0  # to be paid, of what was not
+    unlisted_held_us: int = 0
+    commits: int = 0
+    steps: int = 0
+    losses: dict[str, int] = field(default_factory=dict)
+    noticed: int = 0
+
+    @property
+    def key(self) -> tuple[int, str, str, str]:
+        return self.day, self.tenant, self.job, self.tier
+
+    def add(self, other: DayUse) -> None:
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for reason, count in other.losses.items():
+            self.losses[reason] = self.losses.get(reason, 0) + count
+
+    def as_stretch(self) -> Stretch:
+        """For whatever groups stretches."""
+        return Stretch(
+            lease="", job=self.job, tenant=self.tenant, tier=self.tier, until=self.day * DAY_US, held_us=0
+        )
+
+
+_SUMMED = (
+    "leases",
+    "held_us",
+    "useful_us",
+    "overhead_us",
+    "wasted_us",
+    "other_us",
+    "refund_us",
+    "cost_micro",
+    "unlisted_us",
+    "unlisted_held_us",
+    "commits",
+    "steps",
+    "noticed",
+)
+
+
+def day_uses(parts: Sequence[Stretch], tariff: Tariff | None) -> list[DayUse]:
+    """The stretches of one lease that ended, summed by the day. The lease itself counts on its last one."""
+    found: dict[tuple[int, str, str, str], DayUse] = {}
+    for number, part in enumerate(parts, 1):
+        paid_us = part.held_us - part.refund_us
+        one = DayUse(
+            day=day_of(part.until),
+            tenant=part.tenant,
+            job=part.job,
+            tier=part.tier,
+            leases=int(number == len(parts)),
+            held_us=part.held_us,
+            useful_us=part.useful_us,
+            overhead_us=part.overhead_us,
+            wasted_us=part.wasted_us,
+            other_us=part.other_us,
+            refund_us=part.refund_us,
+            cost_micro=tariff.cost(paid_us) if tariff is not None else 0,
+            unlisted_us=paid_us if tariff is None else 0,
+            unlisted_held_us=part.held_us if tariff is None else 0,
+            commits=part.commits,
+            steps=part.steps,
+            losses={part.loss.value: 1} if part.loss is not None else {},
+            noticed=int(part.noticed),
+        )
+        if one.key in found:
+            found[one.key].add(one)
+        else:
+            found[one.key] = one
+    return list(found.values())
+
+
 def stretches(
-    leases: Iterable[Lease], commits: Iterable[Commitment], *, since: int, now: int
+    leases: Iterable[Lease],
+    commits: Iterable[Commitment],
+    *,
+    since: int,
+    now: int,
+    committing: Iterable[str] = (),
 ) -> list[Stretch]:
-    """Every lease that was held between `since` and `now`, cut at its commits. What lies before `since` is left out."""
+    """Every lease that was held between `since` and `now`, cut at its commits. What lies before `since` is left out. `committing`: jobs
+    known to commit steps, besides those of `commits`."""
     by_lease: dict[str, list[Commitment]] = {}
-    committing: set[str] = set()
+    committing = set(committing)
     for commit in commits:
         committing.add(commit.job)
         if commit.at >= since:
@@ -225,9 +341,11 @@ def accounts(
     price_micro: int = 0,
     *,
     tariffs: Mapping[str, Tariff] | None = None,
+    removed: Iterable[DayUse] = (),
+    unlisted_micro: int | None = None,
 ) -> tuple[list[Account], Account]:
     """Sums by group, in the order of their names, and the total. At one price for all, or at the tariff of each lease, by its id;
-    one that has none costs nothing."""
+    one that has none costs nothing. `removed`: what leases used whose rows are gone."""
     found: dict[str, Account] = {}
     total = Account("total")
     for part in parts:
@@ -238,4 +356,8 @@ def accounts(
             cost = tariff.cost(paid_us) if tariff is not None else None
         found.setdefault(name, Account(name)).add(part, cost)
         total.add(part, cost)
+    for use in removed:
+        name = group(use.as_stretch())
+        found.setdefault(name, Account(name)).add_removed(use, unlisted_micro)
+        total.add_removed(use, unlisted_micro)
     return [found[name] for name in sorted(found)], total

@@ -197,10 +197,10 @@ def _row(entry: Entry) -> str:
 class ItemReplay:
     """Give it every journal row, then the item rows; then ask for the proof."""
 
-    def __init__(self, queue: QueueRow) -> None:
+    def __init__(self, queue: QueueRow, *, gone_before: int = 0) -> None:
         self._queue = queue
         self._name = f"queue {queue.name}"
-        self._replay = Replay()  # the main strand, and who held which lease
+        self._replay = Replay(gone_before=gone_before)  # the main strand, and who held which lease
         self._faults = _Faults()
         self._clerks: dict[str, _Clerk] = {}
         self._leases: set[str] = set()

@@ -80,14 +80,19 @@ class StrandEnd:
 
 
 class Chain:
-    """One strand, walked row by row. `anchor` is '' when nobody knows where it began."""
+    """One strand, walked row by row. `anchor` is '' when nobody knows where it began; `after` is how many rows were removed before it."""
 
     __slots__ = ("_expected", "_previous", "strand")
 
-    def __init__(self, strand: str, anchor: str) -> None:
+    def __init__(self, strand: str, anchor: str, after: int = 0) -> None:
         self.strand = strand
         self._previous = anchor
-        self._expected = 1
+        self._expected = after + 1
+
+    @property
+    def end(self) -> StrandEnd:
+        """Where it stands after the rows seen so far."""
+        return StrandEnd(self._expected - 1, self._previous)
 
     def add(self, entry: Entry) -> Iterator[Fault]:
         """Rows come in the order they are stored."""
@@ -120,9 +125,11 @@ def _hash_of(previous: str, strand: str, entry: Entry) -> str:
     )
 
 
-def verify_strand(strand: str, entries: Iterable[Entry], anchor: str, end: StrandEnd) -> Iterator[Fault]:
+def verify_strand(
+    strand: str, entries: Iterable[Entry], anchor: str, end: StrandEnd, after: int = 0
+) -> Iterator[Fault]:
     """Walk one strand from its anchor to its stored end. `entries` come in the order they are stored."""
-    chain = Chain(strand, anchor)
+    chain = Chain(strand, anchor, after)
     for entry in entries:
         yield from chain.add(entry)
     yield from chain.close(end)

@@ -247,7 +247,9 @@ def _row(entry: Entry) -> str:
 class Replay:
     """Give it every journal row, then the effects, heads and leases; then ask for the proof."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, gone_before: int = 0) -> None:
+        """`gone_before`: rows of leases that were over before it may have been pruned."""
+        self._gone_before = gone_before
         self._main = Chain(MAIN, GENESIS)
         self._main_flaws: list[Flaw] = []
         self._leases: dict[str, _Held] = {}
@@ -577,6 +579,8 @@ class Replay:
         held = self._leases.get(lease_id)
         if held is None:
             return  # what it committed is named already
+        if row is None and 0 < held.settled_at < self._gone_before:
+            return  # a prune removed it; that it did is in the journal
         if row is None:
             yield Flaw(name, "A1", "it was granted, and its row is missing")
             return

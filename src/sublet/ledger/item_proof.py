@@ -9,7 +9,9 @@ from __future__ import annotations
 from sublet.core.errors import NotFound
 from sublet.core.item_proof import ClerkRow, ItemProof, ItemReplay, ItemRow, QueueRow
 from sublet.core.journal import StrandEnd
-from sublet.ledger.proof import every_entry, lease_row
+from sublet.ledger.archive import Archive
+from sublet.ledger.proof import every_entry, lease_row, unprovable
+from sublet.ledger.pruning import mark_of
 from sublet.ledger.queues import by_id
 from sublet.ledger.tx import Row, Tx
 
@@ -23,9 +25,9 @@ _ITEMS = (
 )
 
 
-def prove_queue(tx: Tx, queue: int) -> ItemProof | NotFound:
+def prove_queue(tx: Tx, queue: int, archive: Archive) -> ItemProof | NotFound:
     """One walk over the journal and one over the items."""
-    found = by_id(tx, queue)
+    found = unprovable(tx, archive) or by_id(tx, queue)
     if isinstance(found, NotFound):
         return found
     paused = tx.row("SELECT paused FROM queue WHERE id = ?", queue)
@@ -39,9 +41,10 @@ def prove_queue(tx: Tx, queue: int) -> ItemProof | NotFound:
             paused=paused[0],
             created_at=found.created_at,
             purged=found.purged,
-        )
+        ),
+        gone_before=mark_of(tx).settled,
     )
-    for entry in every_entry(tx):
+    for entry in every_entry(tx, archive):
         replay.see(entry)
     pool = tx.row("SELECT journal_seq, journal_hash FROM pool WHERE id = 1")
     assert pool is not None

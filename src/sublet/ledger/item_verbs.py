@@ -8,6 +8,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sublet.core.errors import BadInput, SubletError
@@ -26,6 +27,7 @@ from sublet.core.items import (
 from sublet.core.lease import Holder
 from sublet.core.values import check_name
 from sublet.ledger import item_proof, items, queues
+from sublet.ledger.archive import Archive
 from sublet.ledger.engine import Verbs
 from sublet.ports.items import ClerkRecord, Delivery, ItemRecord, Published, QueueRecord, QueueStats
 
@@ -105,8 +107,9 @@ class ItemVerbs(Verbs):
 
     # listings and operators
 
-    def prove_queue(self, queue: int) -> ItemProof:
-        return self._read(lambda tx: item_proof.prove_queue(tx, queue))  # type: ignore[no-any-return]
+    def prove_queue(self, queue: int, archived: Sequence[Path] = ()) -> ItemProof:
+        archive = Archive(archived)
+        return self._read(lambda tx: item_proof.prove_queue(tx, queue, archive))  # type: ignore[no-any-return]
 
     def clerks(self, queue: int) -> list[ClerkRecord]:
         return self._read(lambda tx: queues.clerks(tx, queue))  # type: ignore[no-any-return]

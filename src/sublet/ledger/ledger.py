@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from sublet.core import meter
@@ -43,6 +44,7 @@ from sublet.ledger import (
     prices,
     progress,
     proof,
+    pruning,
     receipts,
     restored,
     session_usage,
@@ -54,6 +56,7 @@ from sublet.ledger import (
     versions,
     waitlist,
 )
+from sublet.ledger.archive import Archive
 from sublet.ledger.credentials import unknown
 from sublet.ledger.engine import raised
 from sublet.ledger.item_verbs import ItemVerbs
@@ -72,6 +75,7 @@ from sublet.ports.ledger import (
     Identity,
     LeaseKey,
     MeterPage,
+    Pruned,
     SessionAnswer,
     SessionUsage,
     Stays,
@@ -484,8 +488,9 @@ class SqlLedger(ItemVerbs):
     def effects(self, job: str, *, after: str = "", limit: int = 1000) -> list[Effect]:
         return self.engine.read(lambda tx: proof.list_effects(tx, job, after, limit))
 
-    def prove(self, *jobs: str) -> list[Proof]:
-        return raised(self.engine.read(lambda tx: proof.prove(tx, jobs)))
+    def prove(self, *jobs: str, archived: Sequence[Path] = ()) -> list[Proof]:
+        archive = Archive(archived)
+        return raised(self.engine.read(lambda tx: proof.prove(tx, jobs, archive)))
 
     # block leases
 
@@ -585,8 +590,12 @@ class SqlLedger(ItemVerbs):
 
     # journal, meter, policy
 
-    def verify(self) -> Verification:
-        return self.engine.read(journal.verify)
+    def verify(self, archived: Sequence[Path] = ()) -> Verification:
+        archive = Archive(archived)
+        return self.engine.read(lambda tx: journal.verify(tx, archive))
+
+    def prune(self, *, keep_us: int, into: Path, actor: str, dry_run: bool = False) -> Pruned:
+        return pruning.prune(self.engine, keep_us=keep_us, into=into, actor=actor, dry_run=dry_run)
 
     def tail(self, *, after: int = -1, limit: int = 50) -> list[tuple[int, Entry]]:
         return self.engine.read(lambda tx: journal.tail(tx, after, limit))

@@ -8,12 +8,15 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 
 from sublet.core.effect import Effect
 from sublet.core.errors import NotFound
 from sublet.core.journal import Entry, StrandEnd, job_strand
 from sublet.core.proof import HeadRow, LeaseRow, Proof, Replay
 from sublet.core.versions import Kept
+from sublet.ledger.archive import Archive
+from sublet.ledger.pruning import mark_of
 from sublet.ledger.rows import (
     EFFECT_COLUMNS,
     HEAD_COLUMNS,
@@ -29,15 +32,31 @@ _JOURNAL = "SELECT strand, seq, at, kind, tenant, subject, body, hash FROM journ
 _EFFECTS = f"SELECT {EFFECT_COLUMNS} FROM effect WHERE job = ?"
 
 
-def every_entry(tx: Tx) -> Iterator[Entry]:
-    """The journal in stored order."""
-    return (Entry(*row) for row in tx.stream(f"{_JOURNAL} ORDER BY id"))
+def every_entry(tx: Tx, archive: Archive) -> Iterator[Entry]:
+    """The journal in stored order, with what was pruned of it."""
+    yield from archive.entries()
+    yield from (Entry(*row) for row in tx.stream(f"{_JOURNAL} WHERE id > ? ORDER BY id", mark_of(tx).upto))
 
 
-def prove(tx: Tx, jobs: Sequence[str]) -> list[Proof] | NotFound:
+def unprovable(tx: Tx, archive: Archive) -> NotFound | None:
+    """A proof begins at the first row. Without it there is none, rather than one of a part."""
+    mark = mark_of(tx)
+    if not mark.upto or archive:
+        return None
+    day = datetime.fromtimestamp(mark.before / 1e6, UTC).strftime("%Y-%m-%d")
+    return NotFound(
+        f"the journal was pruned before {day}: what happened until then is in its archive",
+        remedy="give its folder, --archive FOLDER; 'sublet journal verify' verifies what is left without it",
+    )
+
+
+def prove(tx: Tx, jobs: Sequence[str], archive: Archive) -> list[Proof] | NotFound:
     """Of these jobs, or of all. One walk over the journal, and one over each job's own strand and effects."""
-    replay = Replay()
-    for entry in every_entry(tx):
+    missing = unprovable(tx, archive)
+    if missing is not None:
+        return missing
+    replay = Replay(gone_before=mark_of(tx).settled)
+    for entry in every_entry(tx, archive):
         replay.see(entry)
     pool = tx.row("SELECT journal_seq, journal_hash FROM pool WHERE id = 1")
     assert pool is not None
@@ -48,13 +67,21 @@ def prove(tx: Tx, jobs: Sequence[str]) -> list[Proof] | NotFound:
             return NotFound(
                 f"nothing was committed as {job[:130]}", remedy="'sublet audit' without a name lists what was"
             )
-    return [_of_one(tx, replay, job, heads.get(job)) for job in jobs or sorted({*heads, *replay.jobs})]
+    return [
+        _of_one(tx, replay, job, heads.get(job), archive) for job in jobs or sorted({*heads, *replay.jobs})
+    ]
 
 
-def _of_one(tx: Tx, replay: Replay, job: str, head: Row | None) -> Proof:
+def _strand(tx: Tx, strand: str, archive: Archive) -> Iterator[Entry]:
+    yield from (entry for entry in archive.entries() if entry.strand == strand)
+    wanted = f"{_JOURNAL} WHERE strand = ? AND id > ? ORDER BY id"
+    yield from (Entry(*row) for row in tx.stream(wanted, strand, mark_of(tx).upto))
+
+
+def _of_one(tx: Tx, replay: Replay, job: str, head: Row | None, archive: Archive) -> Proof:
     replay.match(
         job,
-        (Entry(*row) for row in tx.stream(f"{_JOURNAL} WHERE strand = ? ORDER BY id", job_strand(job))),
+        _strand(tx, job_strand(job), archive),
         _effects(tx, f"{_EFFECTS} AND completed = 1 ORDER BY version, key", job),
         _effects(tx, f"{_EFFECTS} AND completed <> 1 ORDER BY key", job),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sublet.core.errors import SubletError
@@ -155,8 +156,9 @@ class ItemLedger(Protocol):
         """Its process is gone: its items are to be had again at once. How many."""
 
     # items: called by listings and operators
-    def prove_queue(self, queue: int) -> ItemProof:
-        """That each item was done exactly once, from the journal and the rows, as of one moment; or what shows that it was not."""
+    def prove_queue(self, queue: int, archived: Sequence[Path] = ()) -> ItemProof:
+        """That each item was done exactly once, from the journal and the rows, as of one moment; or what shows that it was not.
+        `NotFound` of a journal that was pruned whose archive is not given."""
 
     def clerks(self, queue: int) -> list[ClerkRecord]: ...
     def held_by(self, queue: int) -> dict[int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from sublet.core.admission import Wait
@@ -21,7 +22,7 @@ from sublet.core.device import Device
 from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
 from sublet.core.errors import SubletError
 from sublet.core.gang import Seat
-from sublet.core.goodput import Commitment
+from sublet.core.goodput import Commitment, DayUse
 from sublet.core.journal import Entry, Fault
 from sublet.core.lease import EndReason, Holder, Lease, Request
 from sublet.core.meter import Usage
@@ -140,6 +141,7 @@ class Verification:
     strands: int
     head: str
     faults: tuple[Fault, ...]
+    pruned_before: int = 0  # what came before was archived, and is part of this only if the archive was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +174,20 @@ class HeldTime:
     at: int  # the ledger's clock when it answered
     leases: tuple[Lease, ...]
     commits: tuple[Commitment, ...]
+    removed: tuple[DayUse, ...] = ()  # what leases used whose rows were pruned, by whole days
+    pruned_before: int = 0  # 0: nothing ever was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """What a prune removed, or would remove."""
+
+    before: int
+    rows: int = 0  # of the journal
+    leases: int = 0
+    items: int = 0
+    sessions: int = 0
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,8 +432,9 @@ class Ledger(ItemLedger, Protocol):
     def effects(self, job: str, *, after: str = "", limit: int = 1000) -> list[Effect]:
         """For listings: those of a job, by key, from the one after this key on."""
 
-    def prove(self, *jobs: str) -> list[Proof]:
-        """For audits: what journal, heads, effects and leases show of these jobs, or of all. `NotFound` for one that never committed."""
+    def prove(self, *jobs: str, archived: Sequence[Path] = ()) -> list[Proof]:
+        """For audits: what journal, heads, effects and leases show of these jobs, or of all. `NotFound` for one that never committed,
+        and of a journal that was pruned whose archive is not given."""
 
     # block leases: called by the block's holder; the id in its key is the block's
     def grant_block(self, block_id: str, secret: str, request: BlockRequest, holder: Holder) -> BlockAnswer:
@@ -487,8 +504,12 @@ class Ledger(ItemLedger, Protocol):
         """Move a head to a state that is on the replicas already: rollback, fork, import, rebuild."""
 
     # journal, meter, policy: called by listings, audits and operators
-    def verify(self) -> Verification:
-        """Hash chain and lease rules, over the whole journal."""
+    def verify(self, archived: Sequence[Path] = ()) -> Verification:
+        """Hash chain and lease rules, over the whole journal: from where a prune left it, or with its archive from the first row."""
+
+    def prune(self, *, keep_us: int, into: Path, actor: str, dry_run: bool = False) -> Pruned:
+        """Archive journal rows that are older, and remove them with the leases, items and sessions that were over by then. Called by
+        operators. Killed at any moment, what it leaves is consistent, and the next one goes on."""
 
     def tail(self, *, after: int = -1, limit: int = 50) -> list[tuple[int, Entry]]:
         """Rows after a row's number, oldest first; without a number the newest ones."""

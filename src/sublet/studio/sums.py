@@ -66,8 +66,8 @@ class Sums:
         since = max(0, self._ledger.now() - BOARD_DAYS * DAY_US)
         found, tariffs, listed = self._held("", since)
         parts = stretches(found.leases, found.commits, since=since, now=found.at)
-        by_tenant, _ = accounts(parts, GROUPS["tenant"], tariffs=tariffs)
-        by_job, _ = accounts(parts, GROUPS["job"], tariffs=tariffs)
+        by_tenant, _ = accounts(parts, GROUPS["tenant"], tariffs=tariffs, removed=found.removed)
+        by_job, _ = accounts(parts, GROUPS["job"], tariffs=tariffs, removed=found.removed)
         return BoardSums(
             tenants={a.name: {"gpu_seconds": a.held_us / 1e6, "cost": _cost(a, listed)} for a in by_tenant},
             jobs={a.name: None if a.goodput_ppm is None else a.goodput_ppm / MICRO for a in by_job},
@@ -96,7 +96,7 @@ class Sums:
             return {**head, "rows": rows}
         found, tariffs, listed = self._held(tenant, since)
         parts = stretches(found.leases, found.commits, since=since, now=found.at)
-        groups, total = accounts(parts, GROUPS[by], tariffs=tariffs)
+        groups, total = accounts(parts, GROUPS[by], tariffs=tariffs, removed=found.removed)
         more = _besides(found, GROUPS[by], since, parts)
         return {
             **head,
@@ -150,7 +150,7 @@ def _row(a: Account, listed: bool, byte_seconds: int, waited_us: int) -> Shape:
         "wait_seconds": waited_us / 1e6,
         "refund_seconds": a.refund_us / 1e6,
         "cost": _cost(a, listed),
-        "leases": len(a.leases),
+        "leases": a.lease_count,
         "steps": a.steps,
         "commits": a.commits,
         "losses": dict(sorted(a.losses.items())),
