@@ -12,6 +12,7 @@ from typing import Any
 
 from sublet.ports.ledger import Ledger
 from sublet.settings import load_settings
+from sublet.studio.attendant.finding import stop
 from sublet.wiring import open_ledger
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -62,7 +63,17 @@ class Place:
     def ledger(self) -> Iterator[Ledger]:
         yield open_ledger(load_settings(ledger=self.environment["SUBLET_LEDGER"]))
 
+    def elsewhere(self, **changed: str) -> Place:
+        return Place(self.python, self.environment | changed, self.started)
+
     def leave(self) -> None:
+        stop(
+            load_settings(
+                home=self.environment["SUBLET_HOME"],
+                ledger=self.environment["SUBLET_LEDGER"],
+                host=self.environment["SUBLET_HOST"],
+            )
+        )  # the process that holds sessions
         for process in self.started:
             if process.poll() is None:
                 process.kill()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sublet.runs import RunFolder, runs_folder
+from sublet.testing.ray_cluster import Cluster
 
 from ..studio.served import free_port, token_for
 from .place import Place, facts
@@ -64,6 +65,19 @@ def test_a_run_that_goes_on_by_itself_is_listed_and_followed(place: Place) -> No
     assert place.sublet("attach", run_id)
 
 
+def test_a_script_that_holds_its_gpu_itself(place: Place, request: pytest.FixtureRequest) -> None:
+    """Without `sublet run` it needs a GPU where it is. On a machine without one it says what to do."""
+    words = ("train.py", "by-itself", str(STEPS), "0")
+    if "SUBLET_PLACEMENT" in place.environment:
+        process = place.start(*words)
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 1
+        assert b"sublet run -- python train.py" in errors
+        cluster: Cluster = request.getfixturevalue("three_nodes")
+        place = place.elsewhere(SUBLET_HOST="a", SUBLET_HOME=str(cluster.node("a").home))
+    assert place.run(*words) == {"digest": chained(STEPS)}
+
+
 def noise(rounds: int) -> tuple[bytes, bytes, bytes]:
     """Standard output, standard error, and both as one."""
     made, out, err, both = random.Random(7), b"", b"", b""
@@ -98,7 +112,7 @@ def test_a_reader_that_leaves_ends_the_command(place: Place) -> None:
 
 
 def test_a_queue_and_its_worker(place: Place) -> None:
-    """Q: every item once, whoever worked on it."""
+    """S6: every item once, whoever worked on it."""
     code = "import sublet; sublet.queue('numbers').publish([{'number': n} for n in range(30)], key=lambda i: str(i['number']))"
     place.run("-c", code)
     place.sublet("work", "numbers", "items.py:digest", "--vram", "64MiB", "--ttl", "20s", "--until-empty")
@@ -149,7 +163,7 @@ def test_the_demos_training_through_losses(place: Place, undisturbed: str) -> No
 
 
 def test_a_session_of_the_studio(place: Place) -> None:
-    """T: what a session computes and saves; it outlives the service."""
+    """K3: what a session computes and saves; it outlives the service."""
     pytest.importorskip("fastapi")
     with place.ledger() as ledger:
         token = token_for(ledger, "ann")

@@ -26,7 +26,11 @@ class Chain:
 name, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 chain = Chain()
 run = sublet.train(name, {"chain": chain}, every=2, progress=False)
-where = {"host": os.environ.get("SUBLET_HOST"), "lease": os.environ.get("SUBLET_LEASE_ID"), "pid": os.getpid()}
+where = {
+    "host": os.environ.get("SUBLET_HOST"),
+    "lease": os.environ.get("SUBLET_LEASE_ID"),
+    "pid": os.getpid(),
+}
 print(json.dumps(where), file=sys.stderr, flush=True)
 for step in run.steps(steps):
     chain.advance(step.number)
