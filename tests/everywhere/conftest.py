@@ -18,7 +18,8 @@ from ..placement.conftest import _has_ray, fresh_ledger
 from ..store.servers import Server, moto
 from .place import Place, without_settings
 
-HOSTS = ("z", "a", "b")
+#: The head, and two that do the work: the head of a cluster is not to be lost.
+HEAD, HOSTS = "z", ("a", "b")
 
 
 def has(python: str, *modules: str) -> bool:
@@ -58,7 +59,7 @@ def three_nodes(postgres_server: PostgresServer, s3: Server) -> Iterator[Cluster
     need(_has_ray(), "Ray (make setup puts it into .venv/ray)")
     need(has(PYTHON, "obstore", "IPython", "fastapi"), "what sublet needs beside Ray (make setup)")
     ledger = fresh_ledger(postgres_server)
-    with running(ledger, dict.fromkeys(HOSTS, devices()), tuned=True) as cluster:
+    with running(ledger, {HEAD: "host:1x32MiB"} | dict.fromkeys(HOSTS, devices()), tuned=True) as cluster:
         yield cluster
 
 
