@@ -44,7 +44,7 @@ $(VENV)/.dev: $(VENV)/.base
 # Ray beside JupyterLab would start each of its processes six times slower, and nothing of it is needed in the other environment.
 $(VENV)/.ray: $(VENV)/.base
 	@$(BIN)/python -m venv $(VENV)/ray
-	@$(VENV)/ray/bin/pip install --quiet --disable-pip-version-check -e '.[ray]' \
+	@$(VENV)/ray/bin/pip install --quiet --disable-pip-version-check -e '.[ray,bucket,opencl,notebook,studio]' \
 	  || echo "ray could not be installed: the tests of the placement on Ray cannot run"
 	@touch $@
 

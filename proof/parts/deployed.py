@@ -19,12 +19,14 @@ def parts() -> list[Part]:
         ),
         Part(
             name="nodes",
-            shows="nodes of a real Ray cluster killed, and frozen and resumed, under a job that commits and under a call",
-            rules="K1-K3 L1 L2 L6 S2 S3",
-            command=pytest("tests/placement"),
-            environment=asked(SUBLET_NODE_LOSSES=3),
-            expected_s=150,
-            limit_s=900,
+            shows="nodes of a real Ray cluster killed, and frozen and resumed, under a job that commits and under a call; user programs the "
+            "same to the last bit on SQLite, a folder and one machine as on PostgreSQL, S3 and three nodes, and through the loss of a node under "
+            "two jobs, a queue's worker and a session at once",
+            rules="K1-K3 L1 L2 L6 S1-S3 S6 C4",
+            command=pytest("tests/placement", "tests/everywhere"),
+            environment=asked(SUBLET_NODE_LOSSES=5),
+            expected_s=420,
+            limit_s=1800,
             counts=told(nodes_lost="SUBLET_NODE_LOSSES"),
         ),
     ]

@@ -16,7 +16,7 @@ import pytest
 
 import sublet
 from sublet import wiring, working
-from sublet.core.errors import BadInput, BrokerDown, Disconnected, NotFound, SinkDown
+from sublet.core.errors import BadInput, BrokerDown, Disconnected, NotFound, SinkDown, WorkerLost
 from sublet.core.exits import Outcome
 from sublet.core.items import ItemState
 from sublet.core.lease import EndReason, LeaseState
@@ -25,7 +25,9 @@ from sublet.core.values import SECOND_US
 from sublet.ports.broker import Message
 from sublet.ports.items import ItemRecord
 from sublet.ports.sink import Made
+from sublet.runtime import target
 from sublet.runtime.alarms import Alarms
+from sublet.runtime.holding import Lease
 from sublet.runtime.progress_line import WorkLine
 from sublet.runtime.queues import Queue
 from sublet.runtime.target import TargetNotReady
@@ -372,6 +374,23 @@ def test_an_item_that_ends_the_worker_alone_fails_at_once(bench: Bench) -> None:
     bench.publish("leave", "", tries=1)
     left = bench.go("work")
     assert (left.tally.done, left.tally.dead, left.tally.lost_workers) == (1, 1, 1)
+
+
+def test_a_lost_host_is_no_items_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The item was alone on the worker when its node went: it is given back, and worked on under another lease."""
+    losses = iter([WorkerLost("the worker ended: its node was lost", with_host=True)])
+    plain = Lease.run
+
+    def run(lease: Lease, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if function is target.process and (lost := next(losses, None)) is not None:
+            raise lost
+        return plain(lease, function, *args, **kwargs)
+
+    monkeypatch.setattr(Lease, "run", run)
+    bench.publish("", "", tries=1)
+    left = bench.go("work")
+    assert (left.tally.done, left.tally.failed, left.tally.given_back) == (2, 0, 1), bench.said.getvalue()
+    assert (left.tally.lost_leases, left.tally.lost_workers, left.tally.leases) == (1, 0, 2)
 
 
 @pytest.mark.parametrize(

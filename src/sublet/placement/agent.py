@@ -253,6 +253,14 @@ class Agent:
                 ending = e.message
         return {"ending": ending, "now_us": CLOCK.monotonic_us()}
 
+    async def over(self, number: str) -> str:
+        """Answers when it has ended, with why. Whoever has asked hears of this node's loss too, and need not ask again and again."""
+        while (hosted := self._hosted.get(number)) is not None:
+            if hosted.ending:
+                return hosted.ending
+            await asyncio.sleep(WATCH_SECONDS)
+        return GONE
+
     async def warn(self, number: str) -> None:
         if (hosted := self._hosted.get(number)) is not None:
             hosted.worker.warn()

@@ -73,6 +73,7 @@ class RayWorker:
         self._unconfirmed: list[tuple[Any, int]] = []
         self._armed = 0
         self._asking = threading.Lock()
+        self._over = agent.over.remote(self._number)  # answered when it has ended, or its node is lost
 
     @property
     def holder(self) -> Holder:
@@ -126,6 +127,14 @@ class RayWorker:
     def _hear(self) -> None:
         """What the node has confirmed by now; whether the worker is over. Waits for nothing."""
         with self._asking:
+            try:
+                if ray.wait([self._over], timeout=0)[0]:
+                    why = ray.get(self._over)
+                    self._end_with(why, host_gone=why == GONE)
+                    return
+            except RayError as e:
+                self._end_with(f"its node was lost: {words(e)}", host_gone=True)
+                return
             for number, (sent, stop_us) in reversed(list(enumerate(self._unconfirmed))):
                 try:
                     if not ray.wait([sent], timeout=0)[0]:
