@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from sublet.testing.postgres import PostgresServer, find_binaries
 
@@ -15,6 +16,10 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 
 #: Random cases of a property: this many times as many. `make proof` says more.
 MORE_EXAMPLES = int(os.environ.get("SUBLET_MORE_EXAMPLES", "1"))
+
+# How long one case takes says more about who else uses the machine than about the rule.
+settings.register_profile("crowded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("crowded")
 
 
 def need(present: bool, what: str) -> None:

@@ -8,7 +8,7 @@ PYTHONPATH counts only for its children. Tests of a start itself, of `exec` or o
 
 Rules of this file:
 - The process that is forked runs nothing but imports, has one thread, and leaves with the one that started it.
-- It has no torch unless the command says so: with torch, a fork takes five times as long.
+- It has no torch unless the command says so: with torch, a fork takes five times as long. Nor the studio's service, but for `serve`.
 - A child ends as an interpreter does: threads waited for, exit functions run, its own objects let go, streams flushed.
 """
 
@@ -73,6 +73,12 @@ WITH_TRAINERS = (
     "tests.training.hf_jobs",
     "lightning.pytorch",
     "tests.training.lightning_jobs",
+)
+WITH_STUDIO = (
+    *MODULES,
+    "uvicorn.loops.uvloop",
+    "uvicorn.protocols.http.httptools_impl",
+    *(f"sublet.studio.{p.stem}" for p in sorted((ROOT / "src" / "sublet" / "studio").glob("[a-z]*.py"))),
 )
 WITH_CUDA = ("sublet", "sublet.drivers.cuda", "sublet.drivers.session", "sublet.drivers.selftest")
 _LIMIT = 1 << 18
@@ -301,6 +307,11 @@ def with_trainers() -> Origin:
     return _origin(WITH_TRAINERS, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 
+def with_studio() -> Origin:
+    """For its service: what it imports is half of what a start of it costs."""
+    return _origin(WITH_STUDIO)
+
+
 def warm() -> None:
     """Start the plain one, before whoever forks this process needs it."""
     if not _plain:
@@ -331,6 +342,8 @@ class Forked(subprocess.Popen[str]):
             origin = bare
         elif libraries != _at_start["LD_LIBRARY_PATH"]:
             origin = _origin(WITH_CUDA, LD_LIBRARY_PATH=libraries)
+        elif words[:3] == ["-m", "sublet", "serve"]:
+            origin = with_studio()
         elif any(re.search(_TRAINERS, word) for word in words):
             origin = with_trainers()
         elif any(re.search(_TORCH, word) for word in words):

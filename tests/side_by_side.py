@@ -161,4 +161,6 @@ def clock(seconds: float) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # A shell starts what it does not wait for with Ctrl-C ignored, and so would be every process of every test, those that test Ctrl-C too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(TESTS, sys.argv[1:]))

@@ -205,7 +205,7 @@ def served(folder: Path, environment: dict[str, str], outside: Outside) -> Itera
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         with contextlib.suppress(OSError), urlopen(f"{url}api", timeout=5):
             return

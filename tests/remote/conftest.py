@@ -64,13 +64,13 @@ class House:
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
         )
         log.close()
-        wait_until(self._answers, 30)
+        wait_until(self._answers)
 
     def _answers(self) -> bool:
         assert self.service is not None
         assert self.service.poll() is None, self.log()
         try:
-            with urllib.request.urlopen(f"{self.url}/healthz", timeout=2):
+            with urllib.request.urlopen(f"{self.url}/healthz", timeout=10):
                 return True
         except OSError:
             return False

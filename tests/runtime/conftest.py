@@ -73,8 +73,9 @@ class Home:
                 os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(fact: Callable[[], object], seconds: float = 20.0) -> None:
-    """Looks at once, and then less and less often: a look may be a process."""
+def wait_until(fact: Callable[[], object], seconds: float = 60.0) -> None:
+    """Looks at once, and then less and less often: a look may be a process. Patient, for the machine may be crowded: what must be
+    quick is measured where it is asked for."""
     deadline = time.monotonic() + seconds
     pause = 0.004
     while not fact():

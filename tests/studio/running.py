@@ -169,7 +169,7 @@ def running(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name=f"service-{port}", daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     found = Running(made[0], ledger, port, made[1], made[2], thread, lines)
     try:
         yield found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -454,12 +455,13 @@ def test_events_cause_at_most_one_board_a_second_and_touch_only_what_changed(
         """() => { window.touched = []; new MutationObserver(found => touched.push(...found.map(m => (m.target.nodeType === 3 ? m.target.parentNode : m.target).dataset?.label ?? m.target.nodeName)))
           .observe(document.querySelector('#board table tbody:not([hidden])') && document.querySelector('#board > div:not([hidden]) tbody'), {subtree: true, childList: true, characterData: true, attributes: true}); }"""
     )
-    before = service.boards
+    before, began = service.boards, time.monotonic()
     service.board["leases"][3]["detail"] = "another reason"
     for _ in range(40):
         service.happened()
         page.wait_for_timeout(50)
-    assert 1 <= service.boards - before <= 4
+    # In two seconds; on a crowded machine it is more.
+    assert 1 <= service.boards - before <= 2 + (time.monotonic() - began)
     page.get_by_role("cell", name="another reason").wait_for()
     # Countdowns tick meanwhile, each in its own cell; nothing else was touched.
     assert set(page.evaluate("() => touched")) <= {"Why", "Left"}

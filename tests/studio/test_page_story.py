@@ -25,7 +25,7 @@ from tests.studio.served import Served, token_for
 
 pytestmark = pytest.mark.timeout(400)  # three browsers' pages, a service, a warden, an attendant and workers
 VIEWS = ("studio", "leases", "usage", "work", "receipts")
-SOON = 30_000
+SOON = 60_000
 HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
 
 

@@ -31,6 +31,8 @@ from sublet.shared_look import SharedLook
 KILL_WAIT_US = 5_000_000
 CONTAINMENT = "descendants"
 _PF_EXITING = 0x4
+#: Of one line: fifty numbers and a name of at most 64 bytes.
+_STAT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,25 @@ class Stat:
 
 
 def read_stat(pid: int) -> Stat | None:
+    """By plain system calls: every teardown reads those of the whole host, and a text file would take three times as long."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        text = os.read(fd, _STAT_BYTES)
+    except OSError:  # it ended in between
+        return None
+    finally:
+        os.close(fd)
     # The command name may hold spaces and parentheses; what follows the last one is plain.
-    fields = text[text.rindex(")") + 2 :].split()
-    return Stat(pid, fields[0], int(fields[1]), int(fields[19]), bool(int(fields[6]) & _PF_EXITING))
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[19]), bool(int(fields[6]) & _PF_EXITING))
+
+
+def _lives(holder: Holder) -> bool:
+    stat = read_stat(holder.pid)
+    return stat is not None and stat.started == holder.started
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +198,12 @@ class HostProcesses:
         return fd
 
     def trees(self, holders: Iterable[Holder]) -> dict[Holder, tuple[Holder, ...]]:
-        table = _everybody()
+        living = [holder for holder in holders if _lives(holder)]
         found: dict[Holder, tuple[Holder, ...]] = {}
-        for holder in holders:
+        if not living:  # a walk over the whole host: not for nobody
+            return found
+        table = _everybody()
+        for holder in living:
             stat = table.stats.get(holder.pid)
             if stat is not None and stat.started == holder.started:
                 below = _below(holder.pid, table)
