@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sublet.core import admission, schedule
 from sublet.core.admission import Grant, Offer
-from sublet.core.gang import silent
+from sublet.core.gang import bearable_silence_us, silent
 from sublet.core.lease import HOLDING, EndReason, Holder, Lease, LeaseState, changed, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.core.values import format_duration
@@ -121,7 +121,7 @@ def _give_up_gone_hosts(tx: Tx, own: str) -> None:
 def _end_broken_gangs(tx: Tx, own: str) -> None:
     """A gang with a seat on a silent host is over: nobody there can say whether its member works, and without it the others cannot. The seat itself
     stays taken until its own warden has looked."""
-    silence_us = tx.pool.policy.host_silence_us
+    silence_us = bearable_silence_us(tx.pool.policy)
     found = tx.rows(
         "SELECT l.id, s.host FROM seat s JOIN lease l ON l.id = s.lease_id LEFT JOIN host h ON h.name = s.host "
         "WHERE s.settled_at = 0 AND l.state IN ('active', 'revoking') AND s.host <> ? AND coalesce(h.seen_at, 0) < ? "
