@@ -69,7 +69,7 @@ def _seated(
         for worker, _ in workers:
             worker.end("it was not seated")
         raise
-    return Members(workers, at=placed.address(seats[0].host)) if len(seats) > 1 else workers[0][0]
+    return Members(workers, at=placed.address(seats[0].host))
 
 
 def _of_its_own(settings: Settings, seat: Seat) -> dict[str, str]:

@@ -40,11 +40,16 @@ def join(
             remedy="pass lease.ticket of the gang, or set it in the environment of each member",
         )
     key = key_of(ticket)
+    ledger = open_ledger(settings)
+    if keeper(settings, ledger).keeps(key.lease_id):
+        raise BadInput(
+            "this process has asked for the gang, or sits in it: it is one or the other",
+            remedy="start a process of its own for each member",
+        )
     me = processes(settings).identify(os.getpid())
     if me is None:
         raise BadInput(f"there is no process {os.getpid()}")
     ensure_warden(settings)
-    ledger = open_ledger(settings)
     towards = address or urlsplit(settings["ledger"]).hostname or "127.0.0.1"
     member = sit_down(
         ledger,

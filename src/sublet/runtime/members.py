@@ -3,7 +3,7 @@
 Rules of this file:
 - Members are ranks, one per host, in the order of the lease's seats. What each sees in its environment is what torchrun would set.
 - To the lease that holds them they are one worker: armed, warned and ended together. What one of them loses is lost for all.
-- There is no single call: whoever wants one member's answer has it in the list.
+- Of several there is no single call: whoever wants one member's answer has it in the list.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from sublet.ports.worker import Call, Part, Screen, Sink, Worker
 
 #: The ticket, for whoever is to be a member.
 VARIABLE = "SUBLET_GANG"
-#: How long the others are waited for when one has failed.
-AFTERWARDS_S = 1.0
+#: How long the others are waited for when one has failed. Those that live come back at once; one whose host was lost takes until somebody says so,
+#: and is the reason for what the first one raised.
+AFTERWARDS_S = 15.0
 
 
 def rank_environment(rank: int, world: int, address: str) -> dict[str, str]:
@@ -130,21 +131,23 @@ class Members:
             thread.join()
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        raise self._not_one()
+        return self._only().call(function, args, kwargs)
 
     def call_many(self, function: Callable[..., Any], calls: Sequence[Call]) -> list[tuple[bool, Any]]:
-        raise self._not_one()
+        return self._only().call_many(function, calls)
 
     def call_shown(
         self, function: Callable[..., Any], args: Sequence[Any], screen: Screen, answer: Callable[[Any], Any]
     ) -> Any:
-        raise self._not_one()
+        return self._only().call_shown(function, args, screen, answer)
 
     def call_sealed(self, target: str, parts: Sequence[Part], sink: Sink) -> tuple[bool, list[memoryview]]:
-        raise self._not_one()
+        return self._only().call_sealed(target, parts, sink)
 
-    def _not_one(self) -> BadInput:
-        return BadInput(
+    def _only(self) -> Worker:
+        if len(self) == 1:
+            return self._placed[0].worker
+        raise BadInput(
             f"this lease is of {len(self)} hosts, and has a worker on each: one call has no place",
             remedy="lease.run_everywhere(function) calls it once in each, and returns a list; or lease with spread='no'",
         )
