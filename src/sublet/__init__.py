@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     "gpu": "sublet.borrowing",
     "on_gpu": "sublet.borrowing",
+    "join": "sublet.joining",
+    "Member": "sublet.runtime.gang",
     "connect": "sublet.remote.studio",
     "Studio": "sublet.remote.studio",
     "Session": "sublet.remote.session",
@@ -100,12 +102,14 @@ if TYPE_CHECKING:
     from sublet.core.kernel import f32, f64, i32, i64, u32, u64
     from sublet.core.notice import Notice
     from sublet.core.retention import Retention
+    from sublet.joining import join
     from sublet.keeping import Durable, block
     from sublet.queueing import queue
     from sublet.remote.session import Session
     from sublet.remote.studio import Studio, connect
     from sublet.runtime.block import Block
     from sublet.runtime.data import Loader, Sampler
+    from sublet.runtime.gang import Member
     from sublet.runtime.holding import Lease
     from sublet.runtime.pull import Item
     from sublet.runtime.queues import Queue
@@ -123,6 +127,7 @@ __all__ = [
     "Item",
     "Lease",
     "Loader",
+    "Member",
     "Notice",
     "Preempted",
     "Queue",
@@ -141,6 +146,7 @@ __all__ = [
     "gpu",
     "i32",
     "i64",
+    "join",
     "keep",
     "lease",
     "on_gpu",

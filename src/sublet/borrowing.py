@@ -22,8 +22,10 @@ from sublet import inside
 from sublet.core.device import could_ever_fit, fit, parse_exclusivity
 from sublet.core.errors import BadInput, Misconfigured, NotPlaced, SubletError, WorkerLost
 from sublet.core.lease import Holder, Request, parse_tier
+from sublet.core.spread import Spread, parse_spread
 from sublet.core.tenancy import Tenant
 from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
+from sublet.gathering import gather
 from sublet.hosting.containment import contained
 from sublet.ports.held import HeldLease
 from sublet.ports.ledger import Ledger
@@ -88,7 +90,16 @@ class GpuRequest:
             raise BadInput(f"holder {holder!r} is unknown: use 'process', 'worker' or 'name'")
         self.request = request
         self._settings = settings
-        self._holder = holder or ("worker" if placed is not None or _in_notebook() else "process")
+        self._spread = request.spread is Spread.OK and request.count > 1
+        if self._spread and placed is None and holder in ("process", "worker"):
+            raise BadInput(
+                f"devices of several hosts have no {holder} here that could use them all",
+                remedy="leave holder out: start a process on each host that calls sublet.join(); or set SUBLET_PLACEMENT",
+            )
+        usual = "name" if self._spread else "process"
+        self._holder = holder or (
+            "worker" if placed is not None or (_in_notebook() and not self._spread) else usual
+        )
         self._placed = placed if self._holder == "worker" else None
         self._place = place or (placed.start if placed is not None else None)
         self._on_wait = on_wait
@@ -144,6 +155,9 @@ class GpuRequest:
         )
         if worker is not None:
             self._move_in(lease, worker)
+        if self._holder == "name":
+            where = {d.id: d.host for d in ledger.devices()}
+            lease._hosts = tuple(dict.fromkeys(where[device] for device in lease.devices))
         # It may have left, idle, between our look and our grant.
         ensure_warden(self._settings, wait=False)
         return lease
@@ -166,6 +180,10 @@ class GpuRequest:
         in it a while longer than we do."""
         placed.ready()
         _release_before_it_leaves()
+        if self._spread:
+            return gather(
+                self._settings, ledger, placed, lambda: self._ask_named(ledger), self._open_and_move_in
+            )
         request, failed = self.request, set[str]()
         if request.count > 1:  # one worker uses them all
             request = replace(request, host=self._host_for(ledger, placed, failed))
@@ -198,6 +216,25 @@ class GpuRequest:
                 raise
             lease_id = ""
             request = replace(request, host=self._host_for(ledger, placed, failed))
+
+    def _ask_named(self, ledger: Ledger) -> Lease:
+        lease = acquire_lease(
+            ledger,
+            CLOCK,
+            self.request,
+            Holder(host=self._settings["host"]),
+            on_wait=self._on_wait,
+            on_offer=self._on_offer,
+            still_wanted=self._still_wanted,
+        )
+        keeper(self._settings, ledger).keep(lease)
+        return lease
+
+    def _open_and_move_in(self, lease: Lease, worker: Worker) -> None:
+        lease._opener = lambda held, device, watchdog_us: open_session(
+            self._settings, held, device, watchdog_us
+        )
+        self._move_in(lease, worker)
 
     def _seat(self, lease: Lease, host: str, ledger: Ledger, placed: Placement) -> None:
         if host not in placed.hosts():
@@ -274,12 +311,17 @@ def gpu(
     holder: str | None = None,
     on_wait: OnWait | None = None,
     on_offer: OnOffer | None = None,
+    spread: str = "no",
     settings: Settings | None = None,
 ) -> GpuRequest | RemoteRequest:
     """A GPU for a while: `with sublet.gpu(vram="16GB", ttl="5m") as lease: ...`
 
     `vram` may be a range, `"24GB..80GB"`: the most that is free in it, now. `wait` is how long to queue (None: as long as
     it takes, 0: now or `Refused`). The lease is renewed while the block runs, and released when it ends.
+
+    `count` devices are of one host. With `spread="ok"` they may be of several, when no single host has them: a gang, all or none of it, with one
+    epoch and one end. Its members are called by `lease.run_everywhere(function)` where workers are placed (SUBLET_PLACEMENT), else they
+    are processes that you start on its hosts and that call `sublet.join()`.
 
     With SUBLET_URL and SUBLET_TOKEN set, it is a GPU of that studio: use `lease.run(function)` or `lease.open()` there.
     """
@@ -298,8 +340,10 @@ def gpu(
         "on_offer": on_offer,
     }
     if settings["url"]:
+        if parse_spread(spread) is Spread.OK:
+            raise BadInput("a studio's leases are of one machine", remedy="leave spread out, or SUBLET_URL")
         return studio_of(settings).gpu(vram, ttl, **words)
-    return local_gpu(vram, ttl, **words, settings=settings, placed=placement(settings))
+    return local_gpu(vram, ttl, **words, spread=spread, settings=settings, placed=placement(settings))
 
 
 def studio_of(settings: Settings) -> Studio:
@@ -324,6 +368,7 @@ def local_gpu(
     holder: str | None = None,
     on_wait: OnWait | None = None,
     on_offer: OnOffer | None = None,
+    spread: str = "no",
     placed: Placement | None = None,
     settings: Settings | None = None,
 ) -> GpuRequest:
@@ -352,6 +397,8 @@ def local_gpu(
     )
     if placed is not None and holder in (None, "worker"):
         request = replace(request, host="")
+    if parse_spread(spread) is Spread.OK and count > 1:
+        request = replace(request, host="", spread=Spread.OK)
     return GpuRequest(settings, request, holder=holder, on_wait=on_wait, on_offer=on_offer, placed=placed)
 
 

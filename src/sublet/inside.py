@@ -166,6 +166,15 @@ def run_holder() -> tuple[int, int] | None:
     return int(pid), int(started)
 
 
+def of_gang() -> Tenancy | None:
+    """The gang this leased worker is a member of, with the right to commit under it; or None."""
+    lease_id, _, rest = os.environ.get("SUBLET_GANG", "").partition(":")
+    epoch, _, secret = rest.partition(":")
+    if _current is None or (_current.id, str(_current.epoch)) != (lease_id, epoch):
+        return None
+    return Tenancy(_current.id, _current.epoch, _current.page, secret)
+
+
 def of_run() -> Tenancy | None:
     """The lease of the `sublet run` this process was started by, or None."""
     notice_file = os.environ.get("SUBLET_NOTICE_FILE")

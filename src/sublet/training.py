@@ -83,7 +83,7 @@ def train(
         TIMEOUT_US if rank_timeout is None else parse_duration(rank_timeout, what="rank_timeout")
     )
     ledger = open_ledger(settings)
-    tenancy = inside.of_run() if lease is None and vram is None else None
+    tenancy = (inside.of_run() or inside.of_gang()) if lease is None and vram is None else None
     alarms = open_alarms(settings, grace_us=grace_us)
     own: Lease | None = None
     opened: CheckpointStore | None = None

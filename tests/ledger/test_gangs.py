@@ -251,6 +251,32 @@ def test_a_member_that_stands_up_may_end_without_ending_the_others(pool: Rig) ->
     assert lose(pool, answer, second)
 
 
+def test_a_member_that_fails_says_why_and_ends_the_others(pool: Rig) -> None:
+    answer = gang(pool, 4)
+    first, second = seats(pool, answer)
+    sit(pool, answer)
+    assert pool.ledger.stand_up(pool.key(answer), member(first), failed="it failed with ValueError: no")
+    over = pool.look(answer)
+    assert (over.state, over.reason) == (LeaseState.ENDED, EndReason.HOLDER_LOST)
+    assert over.detail == f"its member on {first} (rank 0 of 2) is lost: it failed with ValueError: no"
+    assert free(pool)[first] == 160, "it has said itself that it uses nothing any more"
+    assert free(pool)[second] == 0
+    assert settle(pool, answer, second)
+    assert not pool.faults()
+
+
+def test_a_gang_of_one_host_is_held_by_name_again_when_its_member_leaves(pool: Rig) -> None:
+    answer = gang(pool, 2)
+    [host] = {d.host for d in pool.ledger.devices() if d.id == answer.lease.slices[0].device_id}
+    pool.ledger.seat(pool.key(answer), member(host))
+    assert pool.look(answer).holder == member(host)
+    assert pool.ledger.stand_up(pool.key(answer), member(host))
+    assert not lose(pool, answer, host), "its warden saw it go, and it had said so"
+    assert pool.release(answer)
+    assert pool.look(answer).settled_at
+    assert not pool.faults()
+
+
 # --- lost ----------------------------------------------------------------------------------------------------------
 
 

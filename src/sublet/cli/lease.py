@@ -13,6 +13,8 @@ from sublet.cli.output import instant, json_option, print_fields, print_json
 from sublet.cli.records import lease_json, reason_of, short_state
 from sublet.core.admission import Wait
 from sublet.core.errors import LeaseLost, NotFound
+from sublet.core.gang import Seat
+from sublet.core.lease import Lease
 from sublet.core.values import format_duration, format_size
 from sublet.ports.ledger import Answer, LeaseKey
 from sublet.settings import Settings, load_settings
@@ -89,6 +91,13 @@ def show_wait(wait: Wait) -> None:
     default=0,
     help="Bind it to a running process: it ends with the process, and the process with it.",
 )
+@click.option(
+    "--spread",
+    default="no",
+    show_default=True,
+    help="ok: the devices may be of several hosts, when no single one has them.",
+)
+@click.option("--ticket", is_flag=True, help="Print only what its members join with (SUBLET_GANG).")
 @click.option("--short", is_flag=True, help="Print only the device ids, for scripts.")
 @json_option
 def acquire(
@@ -103,10 +112,16 @@ def acquire(
     tenant: str | None,
     job: str,
     pid: int,
+    spread: str,
+    ticket: bool,
     short: bool,
     as_json: bool,
 ) -> None:
-    """Lease a GPU by name. It ends at its ttl unless 'sublet lease renew' extends it."""
+    """Lease a GPU by name. It ends at its ttl unless 'sublet lease renew' extends it.
+
+    With --spread ok several devices may be of several hosts: 'sublet lease show' lists its seats, and a process on each of those hosts
+    calls sublet.join() with the ticket.
+    """
     settings = load_settings()
     wanted = local_gpu(
         vram,
@@ -118,6 +133,7 @@ def acquire(
         least=least,
         tenant=tenant,
         job=job,
+        spread=spread,
         settings=settings,
         holder="name",
     )
@@ -128,6 +144,9 @@ def acquire(
     if sys.stderr.isatty() and not as_json:
         click.echo("\r\033[K", nl=False, err=True)
     _remember(settings, held.key)
+    if ticket:
+        click.echo(held.ticket)
+        return
     if short:
         click.echo(",".join(held.devices))
         return
@@ -167,9 +186,30 @@ def show(lease_id: str, check: bool, as_json: bool) -> None:
         raise LeaseLost(f"lease {lease_id} is over: {reason_of(answer)}")
 
 
+def _seats(held: Lease) -> list[Seat]:
+    return open_ledger(load_settings()).seats(held.id) if held.seats else []
+
+
+def _seat_words(seat: Seat) -> str:
+    if seat.settled_at:
+        return f"{seat.host} settled"
+    return f"{seat.host} pid {seat.member.pid}" if seat.member else f"{seat.host} empty"
+
+
 def _show(answer: Answer, as_json: bool) -> None:
+    seats = _seats(answer.lease)
     if as_json:
-        print_json(lease_json(answer))
+        there = [
+            {
+                "rank": rank,
+                "host": seat.host,
+                "devices": [s.device_id for s in seat.slices],
+                "pid": seat.member.pid if seat.member else None,
+                "settled_at": seat.settled_at,
+            }
+            for rank, seat in enumerate(seats)
+        ]
+        print_json({**lease_json(answer), "seats": there})
         return
     held = answer.lease
     fields = [
@@ -185,6 +225,7 @@ def _show(answer: Answer, as_json: bool) -> None:
             if held.holder.pid
             else f"by name on {held.holder.host}",
         ),
+        *([("seats", ", ".join(map(_seat_words, seats)))] if seats else []),
         ("granted", instant(held.granted_at) or "-"),
         (
             "ends",

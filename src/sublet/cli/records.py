@@ -123,6 +123,7 @@ def receipt_json(torn: Teardown) -> dict[str, object]:
         "tenant": torn.tenant,
         "settled_at": torn.at,
         "devices": list(torn.devices),
+        "host": torn.host,
         **asdict(torn.receipt),
     }
 

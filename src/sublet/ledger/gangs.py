@@ -53,7 +53,7 @@ def laid_out(tx: Tx, request: Request, slices: Sequence[Slice]) -> tuple[Seat, .
     if request.spread is not Spread.OK or request.count == 1:
         return ()
     marks = ",".join("?" * len(slices))
-    hosts = dict(
+    hosts: dict[str, str] = dict(
         tx.rows(f"SELECT id, host FROM device WHERE id IN ({marks})", *(s.device_id for s in slices))
     )
     seats = gang.seats_of(slices, hosts)
@@ -93,7 +93,7 @@ def sit(tx: Tx, lease: Lease, epoch: int, member: Holder, address: str) -> Answe
             lease.id,
             member.host,
         )
-        _said(tx, "seat.taken", lease, member.host, {"pid": member.pid})
+        said(tx, "seat.taken", lease, member.host, {"pid": member.pid})
     return Answer(lease=lease, at=tx.now)
 
 
@@ -108,11 +108,11 @@ def stand_up(tx: Tx, lease: Lease, member: Holder) -> bool:
         member.started,
     )
     if left:
-        _said(tx, "seat.left", lease, member.host, {"pid": member.pid})
+        said(tx, "seat.left", lease, member.host, {"pid": member.pid})
     return bool(left)
 
 
-def _said(tx: Tx, kind: str, lease: Lease, host: str, more: dict[str, object]) -> None:
+def said(tx: Tx, kind: str, lease: Lease, host: str, more: dict[str, object]) -> None:
     write_main(tx, kind, lease.tenant, lease.id, {"epoch": lease.epoch, "host": host, **more})
     tx.rings.update((lease_topic(lease.id), host_topic(host)))
 
@@ -152,7 +152,7 @@ def settle_empty(tx: Tx, lease: Lease, *, all_of_it: bool) -> None:
     for seat in free:
         tx.run("UPDATE seat SET settled_at = ? WHERE lease_id = ? AND host = ?", tx.now, lease.id, seat.host)
         body: dict[str, object] = {"slices": slices_text(seat.slices), "detail": "nobody sat there"}
-        _said(tx, "seat.settled", lease, seat.host, body)
+        said(tx, "seat.settled", lease, seat.host, body)
         slicing.vacate(tx, lease, seat.slices, last=all_of_it and seat is free[-1])
 
 
@@ -165,7 +165,7 @@ def settle(tx: Tx, lease: Lease, host: str, receipt: Receipt) -> tuple[Seat, boo
     last = not any(s is not mine and not s.settled_at for s in seats)
     receipts.keep(tx, replace(lease, slices=mine.slices), receipt, host)
     tx.run("UPDATE seat SET settled_at = ? WHERE lease_id = ? AND host = ?", tx.now, lease.id, host)
-    _said(tx, "seat.settled", lease, host, {"slices": slices_text(mine.slices), **asdict(receipt)})
+    said(tx, "seat.settled", lease, host, {"slices": slices_text(mine.slices), **asdict(receipt)})
     slicing.vacate(tx, lease, mine.slices, last=last)
     if last:
         tx.run("UPDATE lease SET settled_at = ? WHERE id = ?", tx.now, lease.id)

@@ -163,13 +163,25 @@ def seat(tx: Tx, key: LeaseKey, holder: Holder, address: str = "") -> Answer | S
     return Answer(lease=changed(lease, holder=holder), at=tx.now)
 
 
-def stand_up(tx: Tx, key: LeaseKey, member: Holder) -> bool | SubletError:
+def stand_up(tx: Tx, key: LeaseKey, member: Holder, failed: str = "") -> bool | SubletError:
     _ = tx.pool
     row = tx.locked(LEASE_BY_ID, key.lease_id)
     if row is None or not proves(row, key.secret):
         return LeaseLost(f"there is no lease {key.lease_id[:40]} that this secret opens")
     lease = lease_of(row)
-    return gangs.stand_up(tx, lease, member) if lease.seats and lease.epoch == key.epoch else False
+    if lease.epoch != key.epoch or lease.state not in HOLDING:
+        return False
+    if lease.seats:
+        stood = gangs.stand_up(tx, lease, member)
+    else:
+        stood = lease.holder == member
+        if stood:  # held by name again, as it was before it was seated
+            tx.run("UPDATE lease SET pid = 0, pid_started = 0 WHERE id = ?", lease.id)
+            gangs.said(tx, "seat.left", lease, member.host, {"pid": member.pid})
+    if stood and failed and overdue(lease, tx.now) is None:
+        why = gangs.why_lost(tx, lease, member.host, failed) if lease.seats else failed
+        finish(tx, row, EndReason.HOLDER_LOST, why, settled=True)
+    return stood
 
 
 def release(tx: Tx, lease_id: str, secret: str, torn_down: bool = True) -> bool | SubletError:
@@ -346,6 +358,8 @@ def end(tx: Tx, lease_id: str, epoch: int, reason: EndReason, detail: str, host:
         if not gangs.sits(tx, lease, host):
             return False  # it had stood up before it ended
         detail = gangs.why_lost(tx, lease, host, detail)
+    elif host and reason is EndReason.HOLDER_LOST and lease.state in HOLDING and not lease.holder.pid:
+        return False  # so had this one: it is held by name
     if late is not None:  # it was over anyway: that is why the holder is gone
         reason, detail = late, lease.detail if late is not EndReason.EXPIRED else "its ttl ran out"
     finish(tx, row, reason, detail, settled=False)

@@ -135,8 +135,10 @@ class SqlLedger(ItemVerbs):
             raise BadInput("an address is host:port, without spaces")
         return self._write(lambda tx: leases.seat(tx, key, holder, address), durable=True)  # type: ignore[no-any-return]
 
-    def stand_up(self, key: LeaseKey, member: Holder) -> bool:
-        return self._write(lambda tx: leases.stand_up(tx, key, member), durable=True)  # type: ignore[no-any-return]
+    def stand_up(self, key: LeaseKey, member: Holder, *, failed: str = "") -> bool:
+        return self._write(  # type: ignore[no-any-return]
+            lambda tx: leases.stand_up(tx, key, member, failed), durable=True
+        )
 
     def seats(self, lease_id: str) -> list[Seat]:
         return self.engine.read(lambda tx: list(gangs.load(tx, lease_id)))

@@ -314,7 +314,9 @@ class Agent:
 
     async def around(self) -> dict[str, Any]:
         """What a worker's first call is told of this node: its environment without anything of ours or Ray's, and where modules are."""
-        return {"environment": _environment(), "path": [place for place in sys.path if place]}
+        kept = _environment()
+        kept["SUBLET_HOME"] = str(self._settings.home)  # what it keeps on disk is kept where this node's is
+        return {"environment": kept, "path": [place for place in sys.path if place]}
 
     async def call(self, number: str, serial: int, target: str, parts: list[Any]) -> tuple[int, list[Event]]:
         hosted = self._hosted.get(number)

@@ -52,6 +52,7 @@ class _Node:
     host: str
     devices: str
     agent: Any
+    address: str = "127.0.0.1"
 
 
 def address_of(placement: str) -> str:
@@ -92,6 +93,9 @@ class RayPlacement:
 
     def declared(self, host: str) -> str:
         return self._node(host).devices
+
+    def address(self, host: str) -> str:
+        return self._node(host).address
 
     def _connect(self) -> None:
         if self._pid != os.getpid():
@@ -190,7 +194,13 @@ class RayPlacement:
                 f"two Ray nodes call themselves {facts['host']}: {twin.id[:8]} and {node_id[:8]}",
                 remedy="start each node's 'ray start' with a SUBLET_HOST of its own",
             )
-        self._nodes[node_id] = _Node(id=node_id, host=facts["host"], devices=facts["devices"], agent=agent)
+        self._nodes[node_id] = _Node(
+            id=node_id,
+            host=facts["host"],
+            devices=facts["devices"],
+            agent=agent,
+            address=self._alive().get(node_id, {}).get("NodeManagerAddress", "127.0.0.1"),
+        )
 
     def _agent(self, node_id: str) -> Any:
         return (

@@ -51,6 +51,11 @@ class LeaseKey:
     epoch: int
     secret: str
 
+    @property
+    def ticket(self) -> str:
+        """The same as one word, to be handed to a process that is to be a member of a gang."""
+        return f"{self.lease_id}:{self.epoch}:{self.secret}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -238,8 +243,9 @@ class Ledger(ItemLedger, Protocol):
         """A lease that was asked for by name is from now on this process's, which lives where its devices are. Called between the grant
         and the first work; repeating it is fine. Of a gang each host's member is seated; `address` is where the others can meet it."""
 
-    def stand_up(self, key: LeaseKey, member: Holder) -> bool:
-        """A gang's member is done, and uses nothing any more: it may end without ending the others. False when it did not sit there."""
+    def stand_up(self, key: LeaseKey, member: Holder, *, failed: str = "") -> bool:
+        """A gang's member is done, and uses nothing any more: it may end without ending the others. One that `failed` ends them too, and says
+        why. False when it did not sit there."""
 
     def seats(self, lease_id: str) -> list[Seat]:
         """Of a gang, in the order of ranks; none for a lease of one host. Read without a lock."""

@@ -43,3 +43,6 @@ class Placement(Protocol):
 
     def declared(self, host: str) -> str:
         """What SUBLET_DEVICES says there."""
+
+    def address(self, host: str) -> str:
+        """How the other hosts reach it: where the members of a gang meet."""

@@ -29,6 +29,7 @@ from sublet.ports.clock import Clock
 from sublet.ports.ledger import Answer, LeaseKey, Ledger
 from sublet.ports.session import Session
 from sublet.ports.worker import Call, Part, Screen, Sink, Worker
+from sublet.runtime.members import Members
 
 #: Leaving must not hang: a lease that cannot be given back runs out by itself.
 RELEASE_PATIENCE_US = 2_000_000
@@ -62,6 +63,7 @@ class Lease:
         self._on_yield: Callable[[], None] | None = None  # set: it is kept warm
         self.warm_us = answer.lease.request.ttl_us  # for so long after the last use
         self.yielded = ""  # why it was given back while nobody used it
+        self._hosts: tuple[str, ...] = ()  # of a gang, or of one that was asked for by name
         self._opener: Callable[[Lease, int, int], Session] | None = None
         self._sessions: list[Session] = []
 
@@ -205,6 +207,26 @@ class Lease:
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call it in the leased worker: what it prints appears here, what it returns or raises comes back."""
         return self._in_worker(lambda worker: worker.call(function, args, kwargs))
+
+    def run_everywhere(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call it once in each member of a gang, all at the same time; what they returned, by rank. Each sees RANK, WORLD_SIZE,
+        LOCAL_RANK, MASTER_ADDR and MASTER_PORT. A lease of one host has one member."""
+
+        def call_all(worker: Worker) -> list[Any]:
+            members = worker if isinstance(worker, Members) else Members([(worker, {})])
+            return members.everywhere(self.key, function, args, kwargs)
+
+        return self._in_worker(call_all)  # type: ignore[no-any-return]
+
+    @property
+    def ticket(self) -> str:
+        """What makes a member of a process on one of its hosts: see `sublet.join`. It is the right to write, as the key is."""
+        return self.key.ticket
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Where its devices are, by rank: several for a gang."""
+        return self._hosts or (self._row.holder.host,)
 
     def run_shown(
         self, function: Callable[..., Any], args: Sequence[Any], screen: Screen, answer: Callable[[Any], Any]

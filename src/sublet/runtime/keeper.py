@@ -74,6 +74,10 @@ class Keeper:
                     threading.Thread(target=loop, name=f"sublet-keeper-{name}", daemon=True).start()
             self._changed.notify_all()
 
+    def keeps(self, lease_id: str) -> bool:
+        with self._changed:
+            return lease_id in self._kept
+
     def _forget(self, lease: Lease) -> None:
         with self._changed:
             self._kept.pop(lease.id, None)
