@@ -254,7 +254,7 @@ MUTANTS = (
         Edit("hosting/processes.py", "                for child in descendants(holder.pid):\n", "                for child in ():\n"),
     ), "tests/runtime/test_warden.py::test_the_ladder_ends_a_whole_tree_that_ignores_term", off="the walk before TERM, which sees those who do not move"),
     one("memory that is left is not looked at", "K1", "runtime/teardown.py", "                if left:\n", "                if False:\n",
-        "tests/runtime/test_many_ended.py::test_what_one_of_many_leaves_is_seen_by_those_who_look"),
+        "tests/runtime/test_many_ended.py::test_what_one_of_many_leaves_is_seen"),
     one("a look from before the kill counts", "K1", "shared_look.py", "            wanted = self._begun + 1\n", "            wanted = self._begun\n",
         "tests/test_shared_look.py::test_one_that_began_before_the_question_does_not_answer_it"),
     one("a device moves with a lease on it", "K1", "core/hosts.py", "    if device.leases:\n", "    if False:\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 
@@ -99,23 +100,34 @@ def test_one_that_fails_fails_for_itself_and_the_others_look_again() -> None:
     assert [asking.found for asking in late if asking.error is None] == [3] * 4
 
 
-def test_one_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_given_up_and_the_next_is_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a crowded machine a look takes long. If everybody then looked for itself, none would end."""
     monkeypatch.setattr(shared_look, "PATIENCE_S", 0.05)
     hanging = threading.Event()
-    begun: list[int] = []
+    looks = Looks()
 
     def look() -> int:
-        begun.append(len(begun))
-        if len(begun) == 1:
+        if looks.begun == 0:
+            looks.begun += 1
             hanging.wait()
-        return len(begun)
+            return 1
+        return looks()
 
     shared = SharedLook(look)
     first = Asking(shared)
-    wait_until(lambda: begun)
-    assert shared() == 2
+    wait_until(lambda: looks.begun == 1)
+    monkeypatch.setattr(shared_look, "PATIENCE_S", 60.0)
+    late = [Asking(shared) for _ in range(10)]
+    wait_until(lambda: looks.begun == 2)
+    wait_until(lambda: waiting(shared, 9))
+    looks.let_on.release()
+    wait_until(lambda: all(asking.over() for asking in late))
+    assert {asking.found for asking in late} == {2}
     hanging.set()
     wait_until(first.over)
+    assert first.found == 1
+    looks.let_on.release()
+    assert shared() == 3, "what began before and ended late answers nobody"
 
 
 def test_a_forked_child_looks_for_itself() -> None:
@@ -125,7 +137,7 @@ def test_a_forked_child_looks_for_itself() -> None:
     wait_until(lambda: looks.begun == 1)
     looks.let_on.release()
     looks.let_on.release()
-    shared._under_way = True  # as a fork in the middle of a look leaves it
+    shared._give_up_at = time.monotonic() + 60  # as a fork in the middle of a look leaves it
     child = os.fork()
     if not child:
         looks.let_on = threading.Semaphore(1)

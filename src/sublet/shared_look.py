@@ -4,7 +4,8 @@ Rules of this file:
 - A look counts for whoever asked before it began, never for who asked later: what a thread did before it asked, a kill above all, is in what
   it is told. So one that is under way is waited for and not used; the next is shared by all who wait.
 - What is shared is read and never changed.
-- One that hangs in the kernel holds up nobody for long: whoever has waited long enough looks for itself.
+- One that hangs in the kernel is given up: another begins, again one for all who wait. On a crowded machine a look for each would be a
+  stampede, in which none ends.
 - A look that fails fails for the thread that took it; the others take another.
 """
 
@@ -18,8 +19,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Longer than a look at thousands of processes takes on a crowded machine, shorter than anybody's patience with a device.
-PATIENCE_S = 2.0
+#: Longer than a look at thousands of processes takes on a crowded machine.
+PATIENCE_S = 5.0
 
 
 class SharedLook(Generic[T]):
@@ -31,39 +32,34 @@ class SharedLook(Generic[T]):
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._begun = 0  # looks, ever
-        self._under_way = False
+        self._give_up_at: float | None = None  # of the newest, while it is under way
         self._last: tuple[int, T] | None = None  # the newest that is over: its number, what it found
 
     def __call__(self) -> T:
         if self._pid != os.getpid():  # a forked child has none of the threads that were looking
             self._forget()
-        give_up = time.monotonic() + PATIENCE_S
         with self._changed:
             wanted = self._begun + 1
-            while self._under_way and (self._last is None or self._last[0] < wanted):
-                left = give_up - time.monotonic()
-                if left <= 0:
+            while True:
+                if self._last is not None and self._last[0] >= wanted:
+                    return self._last[1]
+                now = time.monotonic()
+                if self._give_up_at is None or now >= self._give_up_at:
                     break
-                self._changed.wait(left)
-            if self._last is not None and self._last[0] >= wanted:
-                return self._last[1]
-            if self._under_way:
-                mine = 0
-            else:
-                self._under_way, self._begun = True, self._begun + 1
-                mine = self._begun
-        if not mine:
-            return self._look()
+                self._changed.wait(self._give_up_at - now)
+            self._begun += 1
+            mine, self._give_up_at = self._begun, now + PATIENCE_S
+        found: tuple[int, T] | None = None
         try:
-            found = self._look()
-        except BaseException:
-            self._over(None)
-            raise
-        self._over((mine, found))
-        return found
+            found = (mine, self._look())
+        finally:
+            self._over(mine, found)
+        return found[1]
 
-    def _over(self, found: tuple[int, T] | None) -> None:
+    def _over(self, mine: int, found: tuple[int, T] | None) -> None:
         with self._changed:
-            self._under_way = False
-            self._last = found or self._last
+            if mine == self._begun:
+                self._give_up_at = None
+            if found is not None and (self._last is None or mine > self._last[0]):
+                self._last = found
             self._changed.notify_all()
