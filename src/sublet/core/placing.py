@@ -12,7 +12,28 @@ from collections.abc import Mapping
 
 #: Each says something of a machine or of a login there.
 OF_ONE_MACHINE = frozenset(
-    ["HOME", "USER", "LOGNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "HOSTNAME", "TMPDIR", "TMP", "TEMP", "TERM", "DISPLAY", "XDG_RUNTIME_DIR", "XDG_SESSION_ID", "DBUS_SESSION_BUS_ADDRESS", "SSH_AUTH_SOCK", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY"]
+    [
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "MAIL",
+        "PWD",
+        "OLDPWD",
+        "HOSTNAME",
+        "TMPDIR",
+        "TMP",
+        "TEMP",
+        "TERM",
+        "DISPLAY",
+        "XDG_RUNTIME_DIR",
+        "XDG_SESSION_ID",
+        "DBUS_SESSION_BUS_ADDRESS",
+        "SSH_AUTH_SOCK",
+        "SSH_CLIENT",
+        "SSH_CONNECTION",
+        "SSH_TTY",
+    ]
 )
 FOLDER_LISTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
