@@ -44,7 +44,11 @@ SPECS = (
         "where checkpoints go: dir:PATH, s3://…, gs://…, az://…, each with optional @domain",
     ),
     Spec("devices", "SUBLET_DEVICES", "auto, or a list such as host:2x16GiB"),
-    Spec("placement", "SUBLET_PLACEMENT", "where leased workers run: local, or ray://HEAD:6379, or ray:auto"),
+    Spec(
+        "placement",
+        "SUBLET_PLACEMENT",
+        "where leased workers and commands run: local, or ray://HEAD:6379, or ray:auto",
+    ),
     Spec("url", "SUBLET_URL", "a studio to use instead of this machine"),
     Spec("token", "SUBLET_TOKEN", "the studio's token", secret=True),
     Spec("tenant", "SUBLET_TENANT", "who the work is for"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sublet.testing.postgres import PostgresServer
-from sublet.testing.ray_cluster import PYTHON, Cluster, running
+from sublet.testing.ray_cluster import PATIENT, PYTHON, Cluster, running
 
 from ..conftest import need
 from ..placement.conftest import _has_ray, fresh_ledger
@@ -59,7 +59,7 @@ def three_nodes(postgres_server: PostgresServer, s3: Server) -> Iterator[Cluster
     need(_has_ray(), "Ray (make setup puts it into .venv/ray)")
     need(has(PYTHON, "obstore", "IPython", "fastapi"), "what sublet needs beside Ray (make setup)")
     ledger = fresh_ledger(postgres_server)
-    with running(ledger, {HEAD: "host:1x32MiB"} | dict.fromkeys(HOSTS, devices()), tuned=True) as cluster:
+    with running(ledger, {HEAD: "host:1x32MiB"} | dict.fromkeys(HOSTS, devices()), health=PATIENT) as cluster:
         yield cluster
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from sublet.ports.ledger import Ledger
 from sublet.settings import load_settings
 from sublet.studio.attendant.finding import stop
-from sublet.wiring import open_ledger
+from sublet.wiring import open_ledger, warden_state
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_SECONDS = 240
@@ -59,7 +61,7 @@ class Place:
         program = (self.python, "train.py", name, str(steps), str(pause))
         return ("run", "--vram", "64MiB", "--ttl", "20s", "--name", name, "--", *program)
 
-    @contextmanager
+    @contextlib.contextmanager
     def ledger(self) -> Iterator[Ledger]:
         yield open_ledger(load_settings(ledger=self.environment["SUBLET_LEDGER"]))
 
@@ -67,13 +69,13 @@ class Place:
         return Place(self.python, self.environment | changed, self.started)
 
     def leave(self) -> None:
-        stop(
-            load_settings(
-                home=self.environment["SUBLET_HOME"],
-                ledger=self.environment["SUBLET_LEDGER"],
-                host=self.environment["SUBLET_HOST"],
-            )
-        )  # the process that holds sessions
+        names = ("home", "ledger", "host")
+        settings = load_settings(**{name: self.environment[f"SUBLET_{name.upper()}"] for name in names})
+        stop(settings)  # the process that holds sessions
+        running, _, warden = warden_state(settings)
+        if running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(warden, signal.SIGTERM)
         for process in self.started:
             if process.poll() is None:
                 process.kill()

@@ -18,7 +18,7 @@ import pytest
 from sublet.core.device import DeviceState
 from sublet.hosting.processes import descendants, read_stat
 from sublet.testing.postgres import PostgresServer
-from sublet.testing.ray_cluster import Cluster, running
+from sublet.testing.ray_cluster import HEALTH, Cluster, running
 
 from .conftest import fresh_ledger
 from .test_ray import all_free, ledger_of, until
@@ -82,7 +82,7 @@ def undisturbed() -> str:
 def three_nodes(with_ray: None, postgres_server: PostgresServer) -> Iterator[Cluster]:
     devices = "host:1x1GiB"
     with running(
-        fresh_ledger(postgres_server), {"z": devices, "a": devices, "b": devices}, tuned=True
+        fresh_ledger(postgres_server), {"z": devices, "a": devices, "b": devices}, health=HEALTH
     ) as cluster:
         yield cluster
 

@@ -295,8 +295,8 @@ class Agent:
         running = hosted.call = _Call(asyncio.get_running_loop())
         try:
             await self._aside(partial(hosted.command.begin, key, environment, running.say))
-        except SubletError as e:
-            return 0, [("lost", e.message, False, False)]
+        except (SubletError, OSError) as e:  # a full disk of this node's is not the node's loss
+            return 0, [("lost", str(e), False, False)]
         return await running.fetch(0)
 
     async def drain(self, number: str, source: str, reason: str, deadline_us: int) -> None:

@@ -37,7 +37,12 @@ HEALTH = (
     '{"health_check_initial_delay_ms":0,"health_check_period_ms":500,'
     '"health_check_timeout_ms":1000,"health_check_failure_threshold":3}'
 )
-START_SECONDS = 120
+#: The same for a machine on which a second's silence is usual: a frozen node is missed after a quarter of a minute.
+PATIENT = (
+    '{"health_check_initial_delay_ms":5000,"health_check_period_ms":1000,'
+    '"health_check_timeout_ms":4000,"health_check_failure_threshold":3}'
+)
+START_SECONDS = 240
 #: Ray has an environment of its own, made by the Makefile.
 PYTHON = os.environ.get("SUBLET_RAY_PYTHON") or str(Path(sys.prefix) / "ray" / "bin" / "python")
 #: Ray's own: whoever cannot show it runs nothing there.
@@ -200,8 +205,9 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def start_cluster(ledger: str, hosts: Mapping[str, str], *, tuned: bool = False) -> Cluster:
-    """One node per host, with these SUBLET_DEVICES; the first is the head. Tuned, a busy machine may lose a node that is only slow."""
+def start_cluster(ledger: str, hosts: Mapping[str, str], *, health: str = "") -> Cluster:
+    """One node per host, with these SUBLET_DEVICES; the first is the head. `health` is how Ray misses nodes, if not by its defaults: with
+    HEALTH a busy machine may lose a node that is only slow."""
     folder = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
     cluster = Cluster(f"127.0.0.1:{_free_port()}", folder, ledger)
     usual = ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--object-store-memory=200000000"]
@@ -211,7 +217,7 @@ def start_cluster(ledger: str, hosts: Mapping[str, str], *, tuned: bool = False)
         where = [f"--address={cluster.address}"]
         if number == 0:
             where = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}/t"]
-            where += [f"--system-config={HEALTH}"] if tuned else []
+            where += [f"--system-config={health}"] if health else []
         mark = secrets.token_hex(8)
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("SUBLET_", "RAY_"))} | {
             MARK: mark,
@@ -221,6 +227,7 @@ def start_cluster(ledger: str, hosts: Mapping[str, str], *, tuned: bool = False)
             "SUBLET_PRELOAD": "none",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_raylet_start_wait_time_s": str(START_SECONDS),
+            "RAY_agent_register_timeout_ms": str(START_SECONDS * 1000),  # a raylet ends itself without its agents
             **AUTH,
         }
         cluster.nodes.append(Node(host, folder / host, mark, [*where, *usual], environment))
@@ -237,8 +244,8 @@ def start_cluster(ledger: str, hosts: Mapping[str, str], *, tuned: bool = False)
 
 
 @contextlib.contextmanager
-def running(ledger: str, hosts: Mapping[str, str], *, tuned: bool = False) -> Iterator[Cluster]:
-    cluster = start_cluster(ledger, hosts, tuned=tuned)
+def running(ledger: str, hosts: Mapping[str, str], *, health: str = "") -> Iterator[Cluster]:
+    cluster = start_cluster(ledger, hosts, health=health)
     try:
         yield cluster
     finally:
