@@ -84,6 +84,8 @@ bench: $(VENV)/.bench $(VENV)/.ray ## ratios against peers, in one run; ONLY=lea
 	  apt-get update -qq && apt-get install -y -qq etcd-server redis-server >/dev/null; fi
 	@if [ "$$(id -u)" = 0 ] && ! { command -v $(BIN)/nats-server || command -v nats-server; } >/dev/null; then \
 	  apt-get update -qq && apt-get install -y -qq nats-server >/dev/null; fi
+	@if [ "$$(id -u)" = 0 ] && ! $(BIN)/python -c 'import sys; from bench.postgres_scaling import find_pgbench; sys.exit(find_pgbench() is None)'; then \
+	  apt-get update -qq && apt-get install -y -qq postgresql-contrib >/dev/null; fi
 	@$(BIN)/python -m bench $(ONLY)
 
 clean:

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sublet.core.effect import Commit
 from sublet.core.lease import Holder, Request
@@ -15,6 +16,9 @@ from sublet.core.tenancy import Tenant
 from sublet.hosting.clock import HostClock
 from sublet.ledger.ledger import SqlLedger
 from sublet.ports.ledger import FoundDevice, LeaseKey
+
+if TYPE_CHECKING:
+    from sublet.testing.postgres import PostgresServer
 
 GIB = 1 << 30
 TENANT = "lab"
@@ -31,6 +35,12 @@ def on_sqlite(path: Path) -> SqlLedger:
 @contextlib.contextmanager
 def postgres_server(place: Path) -> Iterator[str]:
     """Its URL. The data lies at `place`, so on the disk that everything else is measured on."""
+    with running_postgres(place) as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def running_postgres(place: Path) -> Iterator[PostgresServer]:
     from sublet.testing.postgres import PostgresServer
 
     before, tempfile.tempdir = tempfile.tempdir, str(place)
@@ -40,7 +50,7 @@ def postgres_server(place: Path) -> Iterator[str]:
         tempfile.tempdir = before
     try:
         server.start()
-        yield server.url
+        yield server
     finally:
         server.stop()
 

@@ -3,6 +3,7 @@
 Rules of this file:
 - The large pool has a hundred times the devices and live leases of the small one. Every device but one carries ten
   leases and has the same room left, the worst case for choosing among them; one device is empty.
+- How throughput grows with processes on PostgreSQL is in `postgres_scaling`.
 - Small and large take turns, so the machine's mood is the same for both. The cost is what the caller waits, disk included.
 """
 
@@ -13,6 +14,7 @@ import statistics
 import time
 from pathlib import Path
 
+from bench import postgres_scaling
 from bench.ledgers import (
     GIB,
     SECRET,
@@ -22,7 +24,7 @@ from bench.ledgers import (
     new_id,
     on_postgres,
     on_sqlite,
-    postgres_server,
+    running_postgres,
 )
 from bench.measure import Goal, Section, median_ratio, progress
 from sublet.core.device import Exclusivity
@@ -51,11 +53,14 @@ def run(place: Path) -> list[Section]:
         stack.callback(large.close)
         sections.append(_compare("SQLite", small, large))
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(postgres_server(place))
+        server = stack.enter_context(running_postgres(place))
+        url = server.url
         small, large = on_postgres(url, "small"), on_postgres(url, "large")
         stack.callback(small.close)
         stack.callback(large.close)
         sections.append(_compare("PostgreSQL", small, large))
+    with running_postgres(place) as server:
+        sections.append(postgres_scaling.run(server, server.url))
     return sections
 
 

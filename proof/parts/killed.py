@@ -82,6 +82,17 @@ def leases_and_queues() -> list[Part]:
             counts=printed(grants=r"'granted': (\d+)", commits=r"'committed': (\d+)", kills=r"kills (\d+)"),
         ),
         Part(
+            name="postgres-crowd",
+            shows="fifty processes on one PostgreSQL ledger, at the pace of 100,000 leases a day and as fast as it goes: no deadlock, no lost "
+            "update, no growing process, no snapshot held, no bloat",
+            rules="L2 S3 S6 S7",
+            command=pytest("tests/storms/test_postgres_crowd.py"),
+            environment=asked(SUBLET_CROWD_SECONDS=120, SUBLET_CROWD=50),
+            expected_s=170,
+            limit_s=900,
+            counts=printed(leases=r"(\d+) leases, \d+ commits", commits=r"leases, (\d+) commits"),
+        ),
+        Part(
             name="queue-storm",
             shows="queues and brokers with killed workers: each result stored once",
             rules="S6",

@@ -73,6 +73,7 @@ class Beginning:
     main_at: int = 0  # of the last row of the main strand among them
     born: dict[str, str] = field(default_factory=dict)  # strand to the hash it begins at
     anchors: set[str] = field(default_factory=set)
+    leases: set[str] = field(default_factory=set)  # that a row of the main strand speaks of
     _chains: dict[str, Chain] = field(default_factory=dict)
 
     def see(self, entry: Entry) -> None:
@@ -94,9 +95,16 @@ class Beginning:
         if entry.strand == MAIN:
             self.main_at = entry.at
             self.anchors.add(entry.hash)
+            if entry.kind.startswith("lease."):
+                self.leases.add(entry.subject)
             strand = _begins(entry)
             if strand:
                 self.born[strand] = entry.hash
+
+    @property
+    def strands(self) -> set[str]:
+        """Those that may go on after these rows: what they speak of, and what was carried before."""
+        return {*self.carried, *self._chains, *self.born, *map(lease_strand, self.leases)} - {MAIN}
 
     def left(self, anchors: Mapping[str, str]) -> dict[str, StrandEnd]:
         """What is carried from now on, of strands that stay (each with the hash it begins at), and the main strand."""

@@ -12,14 +12,14 @@ Rules of this file:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from sublet.core.errors import BadInput, JournalBroken, NotFound
 from sublet.core.goodput import Commitment, DayUse, day_uses, stretches
-from sublet.core.journal import MAIN, Entry, StrandEnd, clerk_strand, job_strand, lease_strand
+from sublet.core.journal import MAIN, Entry, StrandEnd, lease_strand
 from sublet.core.price import PriceList
 from sublet.core.pruning import PRUNED, Beginning, carried_digest
 from sublet.core.values import HOUR_US
@@ -27,7 +27,7 @@ from sublet.ledger import archive, goodput, prices, sessions
 from sublet.ledger.engine import Engine
 from sublet.ledger.queues import by_id
 from sublet.ledger.rows import SELECT_LEASE, lease_of
-from sublet.ledger.tx import Tx, write_main
+from sublet.ledger.tx import Row, Tx, write_main
 from sublet.ports.ledger import Pruned
 
 #: A row may be taken and not yet be visible for as long as a transaction lasts. None lasts an hour.
@@ -39,11 +39,11 @@ ITEMS_A_BATCH = 1_000
 
 _ROWS = "SELECT id, strand, seq, at, kind, tenant, subject, body, hash FROM journal WHERE id > ? ORDER BY id LIMIT ?"
 _PUT_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
-#: Who a strand belongs to, and how it is called.
-_OWNERS: dict[str, Callable[[object], str]] = {
-    "SELECT id, strand_anchor FROM lease": lambda name: lease_strand(str(name)),
-    "SELECT job, strand_anchor FROM head": lambda name: job_strand(str(name)),
-    "SELECT id, strand_anchor FROM clerk": lambda name: clerk_strand(int(str(name))),
+#: Whose row has a strand, by the word before its name.
+_OWNERS = {
+    "lease": "SELECT id, strand_anchor FROM lease WHERE id IN ",
+    "job": "SELECT job, strand_anchor FROM head WHERE job IN ",
+    "clerk": "SELECT id, strand_anchor FROM clerk WHERE id IN ",
 }
 #: Over, and of no session whose usage is still asked for.
 _OVER = (
@@ -200,13 +200,14 @@ def _look(tx: Tx, before: int) -> _Found | None:
     following = tx.row("SELECT at FROM journal WHERE id > ? AND strand = 'main' ORDER BY id LIMIT 1", upto)
     same_time = following is not None and following[0] <= beginning.main_at
     settled = max(mark.settled, beginning.main_at + (not same_time))
-    leaving = list(_leaving(tx, settled, commits))
+    named = {word: sorted(_names(beginning.strands, word)) for word in _OWNERS}
+    leaving = list(_leaving(tx, settled, named["lease"], commits))
     gone = {lease_strand(lease) for lease, _ in leaving}
     anchors = {
         strand: row[1]
-        for sql, name in _OWNERS.items()
-        for row in tx.stream(sql)
-        if (strand := name(row[0])) not in gone
+        for word, sql in _OWNERS.items()
+        for row in _by_name(tx, sql, named[word])
+        if (strand := f"{word}:{row[0]}") not in gone
     }
     carried = beginning.left(anchors)
     leaving_ids = {lease for lease, _ in leaving}
@@ -227,11 +228,27 @@ def _look(tx: Tx, before: int) -> _Found | None:
     )
 
 
-def _leaving(tx: Tx, settled: int, commits: dict[str, list[Commitment]]) -> Iterator[tuple[str, str]]:
-    """Leases that were over by then, each with what it used."""
+def _names(strands: set[str], word: str) -> Iterator[str | int]:
+    for strand in strands:
+        of, _, name = strand.partition(":")
+        if of == word:
+            yield int(name) if word == "clerk" else name
+
+
+def _by_name(tx: Tx, sql: str, names: Sequence[object], rest: str = "", *params: object) -> Iterator[Row]:
+    """A few at a time: a table of millions is not walked for the thousand rows a round speaks of."""
+    for at in range(0, len(names), LEASES_A_BATCH):
+        part = names[at : at + LEASES_A_BATCH]
+        yield from tx.rows(f"{sql}({','.join('?' * len(part))}){rest}", *part, *params)
+
+
+def _leaving(
+    tx: Tx, settled: int, named: Sequence[object], commits: dict[str, list[Commitment]]
+) -> Iterator[tuple[str, str]]:
+    """Of the leases that are spoken of, those that were over by then, each with what it used."""
     listed, classes = PriceList(prices.list_prices(tx)), prices.classes(tx)
     committing = {r[0] for r in tx.rows("SELECT job FROM head WHERE version > 0")}
-    for row in tx.rows(f"{SELECT_LEASE} WHERE {_OVER} ORDER BY id", settled):
+    for row in _by_name(tx, f"{SELECT_LEASE} WHERE id IN ", named, f" AND {_OVER}", settled):
         lease = lease_of(row)
         used: list[DayUse] = []
         if lease.granted_at:
