@@ -72,6 +72,17 @@ def parts() -> list[Part]:
             counts=told(random_lives="SUBLET_SWEEP_EXAMPLES"),
         ),
         Part(
+            name="outages",
+            shows="a bucket that is away for 20 seconds in the middle of a training, frozen, killed or refusing, alone and as one of several: "
+            "training goes on, saves catch up, the state is bit for bit that of an undisturbed run",
+            rules="C1 C6 S3",
+            command=pytest("tests/training/test_store_outage.py", timeout_s=900),
+            environment=asked(SUBLET_OUTAGE_SECONDS=20),
+            expected_s=240,
+            limit_s=900,
+            counts=told(seconds_away="SUBLET_OUTAGE_SECONDS"),
+        ),
+        Part(
             name="buckets",
             shows="object stores that fail, lag and answer late",
             rules="C1-C4",

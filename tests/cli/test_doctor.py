@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from sublet import wiring
+from sublet.buckets.client import BucketFailed
 from sublet.cli import doctor_placement
 from sublet.cli.doctor import doctor
 from sublet.cli.doctor_checks import Check
@@ -26,7 +27,7 @@ from sublet.ports.ledger import FoundDevice
 from sublet.settings import Settings, load_settings
 from sublet.testing.postgres import PostgresServer, find_binaries
 from tests.conftest import need
-from tests.store.servers import Proxy, Server, Servers
+from tests.store.servers import Proxy, Seen, Server, Servers
 
 
 @pytest.fixture(autouse=True)
@@ -289,3 +290,41 @@ def test_as_json_every_failure_has_its_remedy(monkeypatch: pytest.MonkeyPatch, t
     assert done.exit_code != 0
     plain = CliRunner().invoke(doctor, [])
     assert "What to do:" in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("only", "said", "next_step"),
+    [
+        ("", "403", "refuses this key"),
+        ("PUT", "may be read, and not written to", "write, list and delete"),
+        ("list-type", "cannot be listed", "list under the prefix"),
+    ],
+)
+def test_what_a_key_may_not_do_is_named(stores: Servers, only: str, said: str, next_step: str) -> None:
+    def refused(seen: Seen) -> str | None:
+        return "403" if only in (seen.method, "") or only in seen.path else None
+
+    with Proxy(stores["moto"], refused) as proxy, tried(proxy.server, proxy.server.url()) as [check]:
+        assert check.status == "fail"
+        assert said in check.seen
+        assert next_step in check.remedy
+
+
+def test_a_bucket_that_is_not_there_is_not_made(stores: Servers) -> None:
+    with tried(stores["moto"], "s3://nobodys-bucket/x") as [check]:
+        assert check.status == "fail"
+        assert "create it" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("said", "next_step"),
+    [
+        ("the server answered 403 SignatureDoesNotMatch", "AWS_ACCESS_KEY_ID"),
+        ("the server answered 403 RequestTimeTooSkewed", "clock"),
+        ("the server answered 400 AuthorizationHeaderMalformed", "SUBLET_BUCKET_MY_EU_REGION"),
+        ("no connection (3 times in 2 s)", "AWS_ENDPOINT_URL"),
+        ("the server answered 503", "saves wait"),
+    ],
+)
+def test_what_a_server_says_has_a_next_step(said: str, next_step: str) -> None:
+    assert next_step in BucketFailed(said).remedy("s3", "my-eu")

@@ -186,7 +186,7 @@ class Seaweed:
         self._log = folder / "log"
         self._port = port["s3"]
         self._command = [weed, "-logtostderr=true", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-                   "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", f"-volume.max={volumes}", f"-master.volumeSizeLimitMB={volume_mb}",
+                   "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", "-master.peers=none", f"-volume.max={volumes}", f"-master.volumeSizeLimitMB={volume_mb}",
                    *(f"-{n}.port={port[n]}" for n in names), *(f"-{n}.port.grpc={free_port()}" for n in names)]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self.server = Server("s3", f"http://127.0.0.1:{self._port}")
@@ -194,7 +194,9 @@ class Seaweed:
     def start(self, bucket: str = BUCKET) -> Server:
         again = self._process is not None
         with self._log.open("ab") as out:
-            self._process = subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT)
+            # With a key in its environment it would ask everybody for one.
+            bare = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
+            self._process = subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, env=bare)
         self.server.bucket = bucket
         method, path = ("GET", f"/{bucket}?list-type=2") if again else ("PUT", f"/{bucket}")
         _until(lambda: _ask(self.server.address, method, path, {}))

@@ -133,7 +133,8 @@ def test_losing_a_bucket_keeps_saving_and_it_catches_up(
     assert time.monotonic() - begun < 12, "it is waited for once, not at every object"
     mixed.up()
     health = shelf.open().repair(JOB)
-    assert any(mixed.buckets[1].name in what for what in health.repaired)
+    by_itself = not shelf.store.behind()  # a store that is open catches it up; a repair does what is left
+    assert by_itself or any(mixed.buckets[1].name in what for what in health.repaired)
     assert health.lost == []
     assert {what for _, _, what in shelf.open().verify(JOB)} == {"good"}
     shelf.replicas = [mixed.buckets[1]]  # type: ignore[list-item]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 import os
 import random
 import re
@@ -221,6 +222,7 @@ class BucketClient:
         self._lock = threading.Lock()
         self._under_way: set[_Attempt] = set()
         self._leaving = threading.Event()
+        self._hurried = False
         try:
             self._store: Any = _connect(scheme, bucket, prefix, limits)
             self._door: Any = _connect(
@@ -324,13 +326,16 @@ class BucketClient:
 
     def _persist(self, attempt: Callable[[], T], patience: float | None = None) -> T:
         self._check_fork()
+        # An answer to a request that may take long is waited for as long as the client itself does, unless there is a hurry.
+        hurry = self._hurried or patience is not None
         patience = self._patience(patience)
         begun = time.monotonic()
+        ends = begun + (max(patience, self.limits.connect_seconds) if hurry else math.inf)
         pause, tries = FIRST_PAUSE_SECONDS, 0
         while True:
             tries += 1
             try:
-                result = self._answered(attempt, begun + max(patience, self.limits.connect_seconds))
+                result = self._answered(attempt, ends)
                 self._is_there()
                 return result
             except FileNotFoundError:
@@ -441,6 +446,7 @@ class BucketClient:
         does not count against it for those who have nobody else."""
         other = copy.copy(self)
         other.limits = replace(self.limits, patience_seconds=seconds)
+        other._hurried = True
         other._knocking = threading.Lock()
         other._down, other._failures, other._next_try, other._trouble = "", 0, 0.0, None
         return other
