@@ -23,10 +23,10 @@ RUNS = 5
 #: About how long each takes, all running; a file that is not named counts as `UNKNOWN`. Files that start the same servers, or fork from the same
 #: process with torch, stay together: the longest name that fits a file is where it belongs.
 SECONDS = {
-    "studio/": 256,
-    "runtime/": 231,
+    "studio/": 240,
+    "runtime/": 210,
     "training/ docs/ test_examples training/test_shim": 203,
-    "remote/": 181,
+    "remote/": 150,
     "ledger/": 154,
     "notebook/": 151,
     "cli/": 124,
@@ -40,9 +40,9 @@ SECONDS = {
     "notebook/test_lab notebook/test_recipe_11": 80,
     "storms/": 74,
     "sim/": 60,
-    "training/test_kills": 58,
+    "training/test_kills": 40,
     "runtime/test_command": 48,
-    "studio/test_fuzz": 41,
+    "studio/test_fuzz": 15,
     "deploy/": 30,
     "training/test_step": 23,
     "training/test_run": 22,

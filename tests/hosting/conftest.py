@@ -92,4 +92,4 @@ def worker(workers: LocalWorkers) -> Iterator[LocalWorker]:
     yield made
     made.end("the test is over")
     for pid in (made.worker_pid, made.holder.pid):
-        wait_until(lambda pid=pid: process_is_gone(pid), 2)
+        wait_until(lambda pid=pid: process_is_gone(pid), 20)

@@ -241,7 +241,7 @@ def test_when_answering_fails_the_call_need_not_wait_for_the_next_to_learn_it(
 
     with pytest.raises(ZeroDivisionError):
         shown(worker, ask_and_note, tmp_path / "told", answer=fail)
-    wait_until((tmp_path / "told").exists, 5)
+    wait_until((tmp_path / "told").exists)
 
 
 def test_an_answer_that_cannot_travel_is_the_answerers_error(worker: LocalWorker) -> None:

@@ -310,7 +310,7 @@ def test_a_supervisor_that_is_killed_or_stopped_takes_everything_along(
     os.kill(made.holder.pid, what)
     left = awaited(made)
     assert left == Left(code=None, why="its supervisor was killed")
-    wait_until(lambda: marked(rig.mark) == [], 5)
+    wait_until(lambda: marked(rig.mark) == [])
 
 
 def test_a_command_that_never_began_never_ran(rig: Rig) -> None:

@@ -125,7 +125,7 @@ def test_a_line_without_an_end_appears_without_a_flush(ends: Ends) -> None:
         ends.pipe.relay(None)
         return ends.seen.of("stdout") == "50 %"
 
-    wait_until(arrived, 5)
+    wait_until(arrived)
 
 
 def test_twenty_thousand_lines_arrive_though_the_reader_is_slower(ends: Ends) -> None:
@@ -449,7 +449,7 @@ def test_the_writer_does_not_wait_for_itself(ends: Ends) -> None:
     LoudBytes.frames = ends.frames
     for _ in range(5):
         ends.frames.text(OUT, LoudBytes(b"x "))
-    wait_until(lambda: ends.pipe.relay(None) and ends.seen.of("stdout").count("gone") == 5, 5)
+    wait_until(lambda: ends.pipe.relay(None) and ends.seen.of("stdout").count("gone") == 5)
 
 
 def test_a_writer_that_was_started_twice_is_one(ends: Ends) -> None:

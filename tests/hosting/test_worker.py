@@ -134,19 +134,19 @@ def test_closed_output_does_not_keep_the_caller_busy(worker: LocalWorker) -> Non
 
 
 def test_what_is_printed_between_calls_and_at_the_end_is_shown(
-    workers: LocalWorkers, capsys: pytest.CaptureFixture[str]
+    workers: LocalWorkers, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     made = moved_in(workers)
 
-    def later() -> None:
-        threading.Timer(0.05, lambda: os.write(1, b"between\n")).start()
+    def later(written: Path) -> None:
+        threading.Timer(0.05, lambda: (os.write(1, b"between\n"), written.touch())).start()
 
-    run(made, later)
-    time.sleep(0.15)
+    run(made, later, tmp_path / "first")
+    wait_until((tmp_path / "first").exists)
     run(made, os.getpid)
     assert capsys.readouterr().out == "between\n"
-    run(made, later)
-    time.sleep(0.15)
+    run(made, later, tmp_path / "last")
+    wait_until((tmp_path / "last").exists)
     made.end("over")
     assert capsys.readouterr().out == "between\n"
 

@@ -212,7 +212,7 @@ def test_slurm_the_end_is_announced_a_grace_before_it(tmp_path: Path) -> None:
     end = int(time.time()) + 7
     with listening(job("/no/such/squeue", str(end))) as listener:
         time.sleep(0.3)
-        assert not listener.heard
+        assert not listener.heard or time.time() >= end - 5.05
         notice = listener.first()
         assert notice.source == "slurm"
         assert "4711" in notice.reason

@@ -196,7 +196,7 @@ except StaleDelivery:
         assert child.stdout.readline() == "has it\n"
         child.send_signal(signal.SIGSTOP)
         taken: list[Any] = []
-        wait_until(lambda: bool(taken or taken.extend(queue.take(1)) or taken), 10)
+        wait_until(lambda: bool(taken or taken.extend(queue.take(1)) or taken))
         child.send_signal(signal.SIGCONT)
         child.stdin.write("\n")
         child.stdin.flush()
@@ -236,7 +236,7 @@ time.sleep(100)
         child.kill()
         child.wait()
     found: list[Any] = []
-    wait_until(lambda: bool(found or found.extend(queue.take(1)) or found), 10)
+    wait_until(lambda: bool(found or found.extend(queue.take(1)) or found))
     assert (found[0].body, found[0].losses) == ("a", 1)
 
 

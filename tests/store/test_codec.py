@@ -114,13 +114,13 @@ def test_mutated_bytes_are_a_value_or_damaged() -> None:
             data = bytearray(whole)
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
             data = data[: rng.randrange(len(data))] if rng.random() < 0.2 else data
-        began = time.monotonic()
+        began = time.thread_time()  # its own: others may use the machine
         try:
             TreeCodec().decode(memoryview(bytearray(data)))
             tally["value"] += 1
         except Damaged:
             tally["damaged"] += 1
-        assert time.monotonic() - began < 1
+        assert time.thread_time() - began < 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 32 << 20

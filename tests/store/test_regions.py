@@ -435,7 +435,7 @@ def test_mutated_regions(quick: DirectoryRegions) -> None:
         if rng.random() < 0.3:
             data = mutated(data, rng)
         path.write_bytes(data)
-        began = time.monotonic()
+        began = time.thread_time()  # its own: others may use the machine
         again = FileRegion(os.open(path, os.O_RDONLY), ID, BLOCKS)
         try:
             sequence, found = read_back(again, 2, digest)
@@ -443,7 +443,7 @@ def test_mutated_regions(quick: DirectoryRegions) -> None:
             outcomes["same" if sequence == 2 else "before"] += 1
         except Damaged as e:
             outcomes["damaged"] += "first:" in e.message and "second:" in e.message
-        assert time.monotonic() - began < 1
+        assert time.thread_time() - began < 1
         again.close()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -16,7 +16,7 @@ from tests.runtime.conftest import Home, engine, home, ledger_url, sqlite_home  
 from tests.training.processes import Job, Nursery
 
 #: Losses in each of the tests that lose a job at random steps; `make proof` asks for more.
-LOSSES = int(os.environ.get("SUBLET_TRAINING_LOSSES", "3"))
+LOSSES = int(os.environ.get("SUBLET_TRAINING_LOSSES", "2"))
 
 
 @pytest.fixture(scope="session")

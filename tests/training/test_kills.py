@@ -91,7 +91,7 @@ def test_a_connection_lost_at_the_commit_neither_loses_nor_repeats(
         check_walk(place, calm, STEPS)
 
 
-KILLS = int(os.environ.get("SUBLET_TRAINING_KILLS", "60"))
+KILLS = int(os.environ.get("SUBLET_TRAINING_KILLS", "24"))
 AT_ONCE = 4
 #: Of a job in the storm: so many that it is killed again and again before it is over.
 STORM_STEPS = 100
