@@ -44,5 +44,5 @@ def test_below_a_holder_is_its_child_and_below_one_that_is_gone_is_nobody(
     recycled = Holder(host="here", pid=mine.pid, started=mine.started + 1)  # the number is another's by now
     assert host.trees([its, recycled, mine]).keys() == {mine}
     # With nobody to find, nothing is looked for: it is every process of the host, at every teardown.
-    monkeypatch.setattr(processes, "all_stats", lambda: pytest.fail("the host was walked for nobody"))
+    monkeypatch.setattr(processes, "_everybody", lambda: pytest.fail("the host was walked for nobody"))
     assert host.trees([its, recycled]) == host.trees([]) == {}
