@@ -16,6 +16,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -121,7 +122,7 @@ class Penalties:
     def next(self, key: str, now: float) -> float:
         """Seconds."""
         count, at = self._counts.get(key, (0.0, now))
-        count *= 0.5 ** ((now - at) / self.HALF_SECONDS)
+        count *= math.exp2((at - now) / self.HALF_SECONDS)
         if len(self._counts) >= Buckets.KEYS_MAX and key not in self._counts:
             self._counts.clear()
         self._counts[key] = (count + 1.0, now)
