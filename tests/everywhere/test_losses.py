@@ -96,7 +96,7 @@ def started(place: Place, ledger: Ledger, studio: sublet.Studio, mark: str) -> E
     worker = place.start_sublet(
         "work", mark, "items.py:digest", "--vram", "64MiB", "--ttl", ttl, "--until-empty"
     )
-    session = studio.session(vram="64MiB", ttl=ttl).wait_until_active()
+    session = studio.session(vram="64MiB", ttl="2m").wait_until_active()
     session.run_code(f"import sublet\nkept = '{mark}'\nversion = sublet.save({{'kept': kept}})")
     leases: dict[str, Lease] = {}
 
