@@ -215,7 +215,8 @@ class Run:
         self._failures = 0
         self._retry_at = 0
         self._told_every: dict[int, int] = {}
-        self._away: tuple[Away, int] | None = None  # what was told of the store, and since when
+        # What was told of the store, since when, and the version then.
+        self._away: tuple[Away, int, int] | None = None
         self._save_missed = False  # one was due while the store was away
         self._stopping = ""
         self._leaving_for: Notice | None = None
@@ -498,7 +499,8 @@ class Run:
             while notice is None and not behind.saving.wait(_LISTEN_SECONDS):
                 notice = self.notice
                 self._tell_of_the_store()
-                if self._away is not None and self._away[0].saves_wait:
+                away = self._parts.store.away
+                if away is not None and away.saves_wait:
                     break  # nobody knows for how long: this save is made later, with more steps in it
         return notice
 
@@ -682,14 +684,14 @@ class Run:
             )
 
     def _tell_of_the_store(self) -> None:
-        """One line when it is away, one when it is back."""
+        """One line when it is away, one when it is back: when a save that waited is committed, because a server that starts answers and fails in turn."""
         parts, away, told = self._parts, self._parts.store.away, self._away
         now = parts.clock.monotonic_us()
         if away is not None and (told is None or told[0].saves_wait != away.saves_wait):
-            self._away = away, told[1] if told is not None else now
+            self._away = (away, *(told[1:] if told is not None else (now, self.version)))
             parts.line.say(f"{away.reason}. Step {self.committed:,} is committed")
             parts.report_away(away.reason)
-        elif away is None and told is not None:
+        elif away is None and told is not None and (not told[0].saves_wait or self.version > told[2]):
             self._away = None
             gone = format_duration(max(SECOND_US, (now - told[1]) // SECOND_US * SECOND_US))
             parts.line.say(f"store {', '.join(told[0].replicas)} is back after {gone}: saves go on")
@@ -730,10 +732,10 @@ class Run:
     def _committed_as(self, version: int, step: int, span: _Span) -> None:
         now = self._parts.clock.monotonic_us()
         told = self._away is not None
-        self._tell_of_the_store()
         if self._failures and not told:
             self._parts.line.say(f"saved again: step {step:,} is committed")
         self.version, self.committed, self._committed_at = version, step, now
+        self._tell_of_the_store()
         self._failures, self._failed_since, self._retry_at = 0, 0, 0
         self._given_up.clear()
         self._useful_us += span.compute_us
