@@ -125,7 +125,11 @@ def test_an_older_ledger_is_refused_until_it_is_migrated(
     with monkeypatch.context() as then:
         # Today's verbs make it, so it has the columns they read meanwhile; it is left without them, as it was then.
         first = replace(
-            everything[0], sql=everything[0].sql + _columns("ADD COLUMN {} INTEGER NOT NULL DEFAULT 0")
+            everything[0],
+            sql=everything[0].sql
+            + _columns("ADD COLUMN {} INTEGER NOT NULL DEFAULT 0")
+            + "ALTER TABLE lease ADD COLUMN spread TEXT NOT NULL DEFAULT 'no';"
+            + "ALTER TABLE lease ADD COLUMN seats INTEGER NOT NULL DEFAULT 0;",
         )
         then.setattr(migrations, "migrations", lambda _: [first])
         old = open_ledger(url, clock)
@@ -136,7 +140,8 @@ def test_an_older_ledger_is_refused_until_it_is_migrated(
         old.acquire("L1", "s", request, Holder(host="h", pid=7, started=7))
         held = old.look("L1").lease
         old.close()
-    _database(tmp_path / "old.db", _columns("DROP COLUMN {}"))
+    gangs = ("ALTER TABLE lease DROP COLUMN spread", "ALTER TABLE lease DROP COLUMN seats")
+    _database(tmp_path / "old.db", _columns("DROP COLUMN {}"), *gangs)
     newest = migrations.newest("sqlite")
     with pytest.raises(SchemaMismatch, match=f"has schema 1, this sublet needs {newest}") as raised:
         open_ledger(url, clock)

@@ -175,6 +175,7 @@ class _Held:
     exclusivity: str
     slices: str
     detail: str
+    seats: int = 0
     state: str = "active"
     reason: str = ""
     deadline_at: int = 0
@@ -330,6 +331,7 @@ class Replay:
             exclusivity=body.text("exclusivity"),
             slices=body.text("slices"),
             detail=body.text("reason"),
+            seats=body.number("seats") if body.get("seats") is not None else 0,
         )
 
     def _renewed(self, entry: Entry, body: Body) -> None:
@@ -598,6 +600,7 @@ class Replay:
             ("slices", ";".join(f"{s.device_id}={s.vram_bytes}" for s in lease.slices), held.slices),
             ("device_count", lease.request.count, len(held.slices.split(";"))),
             ("vram_bytes", lease.vram_bytes, min(sizes, key=lambda n: n != lease.vram_bytes, default=0)),
+            ("seats", lease.seats, held.seats),
             ("granted_at", lease.granted_at, held.granted_at),
             ("expires_at", lease.expires_at, held.expires_at),
             ("deadline_at", lease.deadline_at, held.deadline_at),
