@@ -119,7 +119,7 @@ def _against_obstore(place: Path, server: str, address: str) -> Section:
             Goal(f"a save to a bucket, of the throughput of obstore.put {words}", found, GOAL)
         )
     section.notes.append(
-        "A save hashes every byte twice more than the peer (blake3 for its name, SHA-256 for the server is both's), and ends with a manifest "
+        "A save hashes every byte once more than the peer (blake3; the SHA-256 for the server is both of them), and ends with an index, a manifest "
         "and a commit."
     )
     return section
