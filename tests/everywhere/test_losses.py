@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-STEPS, PAUSE, TTL_SECONDS, ITEMS = 80, 0.25, 8, 60
+STEPS, TTL_SECONDS, ITEMS = 40, 8, 40
 
 
 @dataclass
@@ -82,22 +82,22 @@ def served(place: Place) -> Iterator[sublet.Studio]:
         service.wait(60)
 
 
-def started(place: Place, ledger: Ledger, studio: sublet.Studio, mark: str) -> Everything:
-    """When it returns, all of it is in the middle of its work."""
+def started(place: Place, ledger: Ledger, studio: sublet.Studio, mark: str, hold: Path) -> Everything:
+    """When it returns, all of it is in the middle of its work, and stays there until the file `hold` is."""
+    session = studio.session(vram="64MiB", ttl="2m").wait_until_active()
+    session.run_code(f"import sublet\nkept = '{mark}'\nversion = sublet.save({{'kept': kept}})")
     names = [f"{mark}-1", f"{mark}-2"]
     ttl = f"{TTL_SECONDS}s"
     jobs = {}
     for name in names:
-        program = (place.python, "train.py", name, str(STEPS), str(PAUSE))
+        program = (place.python, "train.py", name, str(STEPS), "0.05", str(hold))
         words = ("run", "--vram", "64MiB", "--ttl", ttl, "--name", name, "--", *program)
         jobs[name] = place.start_sublet(*words)
-    code = f"import sublet; sublet.queue('{mark}').publish([{{'number': n, 'pause': 0.3}} for n in range({ITEMS})])"
-    place.run("-c", code)
+    bodies = [{"number": n} | ({"hold": str(hold)} if n == 5 else {}) for n in range(ITEMS)]
+    place.run("-c", f"import sublet; sublet.queue('{mark}').publish({bodies!r})")
     worker = place.start_sublet(
         "work", mark, "items.py:digest", "--vram", "64MiB", "--ttl", ttl, "--until-empty"
     )
-    session = studio.session(vram="64MiB", ttl="2m").wait_until_active()
-    session.run_code(f"import sublet\nkept = '{mark}'\nversion = sublet.save({{'kept': kept}})")
     leases: dict[str, Lease] = {}
 
     def all_there() -> bool:
@@ -137,11 +137,11 @@ def zombies(node: Node) -> list[inside.Tenancy]:
 
 
 def lost_and_finished(
-    place: Place, cluster: Cluster, s3: Server, mark: str, lose: Callable[[Node], object]
+    place: Place, cluster: Cluster, s3: Server, mark: str, hold: Path, lose: Callable[[Node], object]
 ) -> tuple[str, Everything]:
     ledger = ledger_of(cluster)
     with contextlib.closing(ledger), served(place) as studio:
-        everything = started(place, ledger, studio, mark)
+        everything = started(place, ledger, studio, mark, hold)
         victim = everything.busiest
         node = cluster.node(victim)
         hit = {name: lease for name, lease in everything.leases.items() if lease.holder.host == victim}
@@ -150,6 +150,7 @@ def lost_and_finished(
         assert len(dead_hands) == 2
         households = {name: household_of(lease.holder.pid) for name, lease in hit.items()}
         lose(node)
+        hold.touch()
 
         # the session is told, and goes on elsewhere with what it saved
         session = everything.session
@@ -213,9 +214,11 @@ def _settings(place: Place) -> Settings:
     return load_settings(home=place.environment["SUBLET_HOME"], ledger=place.environment["SUBLET_LEDGER"])
 
 
-def test_a_frozen_node_under_all_of_it(clustered: Place, three_nodes: Cluster, s3: Server) -> None:
+def test_a_frozen_node_under_all_of_it(
+    clustered: Place, three_nodes: Cluster, s3: Server, tmp_path: Path
+) -> None:
     """K1, K2, L1, L2, S2, S3, S6: raylet, agent, warden and every supervisor stand still, and move again when all is over."""
-    victim, everything = lost_and_finished(clustered, three_nodes, s3, "frozen", Node.freeze)
+    victim, everything = lost_and_finished(clustered, three_nodes, s3, "frozen", tmp_path / "go", Node.freeze)
     three_nodes.node(victim).resume()
     ledger = ledger_of(three_nodes)
     with contextlib.closing(ledger):
@@ -226,7 +229,9 @@ def test_a_frozen_node_under_all_of_it(clustered: Place, three_nodes: Cluster, s
     _back_again(three_nodes, victim)
 
 
-def test_a_killed_node_under_all_of_it(clustered: Place, three_nodes: Cluster, s3: Server) -> None:
+def test_a_killed_node_under_all_of_it(
+    clustered: Place, three_nodes: Cluster, s3: Server, tmp_path: Path
+) -> None:
     """L1, L2, S2, S3, S6, K3: as when a machine loses its power."""
-    victim, _ = lost_and_finished(clustered, three_nodes, s3, "killed", Node.kill)
+    victim, _ = lost_and_finished(clustered, three_nodes, s3, "killed", tmp_path / "go", Node.kill)
     _back_again(three_nodes, victim)

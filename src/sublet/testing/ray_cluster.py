@@ -227,7 +227,9 @@ def start_cluster(ledger: str, hosts: Mapping[str, str], *, health: str = "") ->
             "SUBLET_PRELOAD": "none",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_raylet_start_wait_time_s": str(START_SECONDS),
-            "RAY_agent_register_timeout_ms": str(START_SECONDS * 1000),  # a raylet ends itself without its agents
+            "RAY_agent_register_timeout_ms": str(
+                START_SECONDS * 1000
+            ),  # a raylet ends itself without its agents
             **AUTH,
         }
         cluster.nodes.append(Node(host, folder / host, mark, [*where, *usual], environment))
