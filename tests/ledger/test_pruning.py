@@ -46,9 +46,10 @@ def lived(rig: Rig) -> Rig:
 def _a_day(rig: Rig, day: int) -> None:
     for number, tenant in enumerate(("ada", "bob", "ada")):
         held = rig.ask(10, lease_id=f"d{day}-{number}", tenant=tenant, ttl_us=MINUTE)
-        job = f"job-{day}-{number}"
+        # One that several leases work at on the same day, so that their sums meet.
+        job, step = (f"job-{day}-{number}", 1) if number != 1 else ("shared", day + 1)
         rig.later(MINUTE // 4)
-        rig.commit(held, 1, job=job, outcome=json.dumps({"compute_us": 5_000_000}))
+        rig.commit(held, step, job=job, outcome=json.dumps({"compute_us": 5_000_000}))
         rig.ledger.renew(rig.key(held))
         rig.later(MINUTE // 4)
         if number == 2:
