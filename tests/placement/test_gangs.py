@@ -110,7 +110,7 @@ def test_a_function_runs_once_in_each_member(three_nodes: Cluster) -> None:
     assert {first[6], second[6]} == {str(said["epoch"])}
     assert [first[7], second[7]] == [0, 21]
     assert [m[8] for m in said["again"]] == [first[8], second[8]] == said["after"], "the same workers"
-    assert "run_everywhere" in said["alone"]
+    assert "2 hosts" in said["alone"]
     assert said["failed"] == "a fault of the user's code"
     assert said["one"] == ["0", "1", "0"]
     assert said["forbidden"] in ("not_placed", "never_fits")
