@@ -107,6 +107,13 @@ class Members:
                 return f"member on {p.worker.holder.host}: {why}"
         return ""
 
+    @property
+    def host_lost(self) -> str:
+        for p in self._placed:
+            if why := p.worker.host_lost:
+                return f"member on {p.worker.holder.host}: {why}"
+        return ""
+
     def begin(self, lease_id: str, epoch: int, environment: Mapping[str, str]) -> None:
         for p in self._placed:
             p.worker.begin(lease_id, epoch, {**environment, **p.environment})
