@@ -81,9 +81,10 @@ class GpuRequest:
         lease_id: str = "",
         placed: Placement | None = None,
         place: Callable[[str], Worker] | None = None,
+        note_again: Callable[[], str] = lambda: "",
     ) -> None:
         """`placed`: its worker runs where its devices are, on whichever host; else on this one. `place` starts it there. `start` makes the worker that will hold it, if not one that is called; `environment` adds to what that one sees; `lease_id` was
-        noted somewhere before the lease is asked for."""
+        noted somewhere before the lease is asked for, and `note_again` is where the next one is, if the host of the first cannot take it."""
         if holder not in (None, "process", "worker", "name"):
             raise BadInput(f"holder {holder!r} is unknown: use 'process', 'worker' or 'name'")
         self.request = request
@@ -98,6 +99,7 @@ class GpuRequest:
         self._environment = environment or (lambda lease, worker: {})
         self._still_wanted = still_wanted
         self._lease_id = lease_id
+        self._note_again = note_again
         self._lease: Lease | None = None
 
     def _who(self) -> Holder:
@@ -196,7 +198,7 @@ class GpuRequest:
             except BaseException:
                 lease.release()
                 raise
-            lease_id = ""
+            lease_id = self._note_again()
             request = replace(request, host=self._host_for(ledger, placed, failed))
 
     def _seat(self, lease: Lease, host: str, ledger: Ledger, placed: Placement) -> None:
