@@ -169,7 +169,9 @@ class GpuRequest:
         placed.ready()
         _release_before_it_leaves()
         request, failed = self.request, set[str]()
-        if request.count > 1:  # one worker uses them all
+        down = {device.host for device in ledger.devices()} - placed.hosts()
+        # One worker uses them all; and what is noted somewhere is not to be granted where it is given back at once.
+        if request.count > 1 or (self._lease_id and down):
             request = replace(request, host=self._host_for(ledger, placed, failed))
         lease_id = self._lease_id
         while True:
