@@ -159,8 +159,8 @@ class GpuRequest:
         if not ledger.devices(self.request.host):
             raise Misconfigured(
                 f"this process would hold a GPU of the machine it runs on, and {self.request.host} is no node of the cluster with a GPU; "
-                "nothing was leased",
-                remedy="let the cluster run it: sublet run -- python train.py; or call what needs the GPU by on_gpu or holder='worker'",
+                "nothing was leased: let the cluster run it, sublet run -- python train.py",
+                remedy="sublet run -- python train.py; or call what needs the GPU by on_gpu or holder='worker'",
             )
 
     def _ask_placed(self, ledger: Ledger, placed: Placement) -> Lease:
