@@ -83,9 +83,10 @@ class GpuRequest:
         lease_id: str = "",
         placed: Placement | None = None,
         place: Callable[[str], Worker] | None = None,
+        note_again: Callable[[], str] = lambda: "",
     ) -> None:
         """`placed`: its worker runs where its devices are, on whichever host; else on this one. `place` starts it there. `start` makes the worker that will hold it, if not one that is called; `environment` adds to what that one sees; `lease_id` was
-        noted somewhere before the lease is asked for."""
+        noted somewhere before the lease is asked for, and `note_again` is where the next one is, if the host of the first cannot take it."""
         if holder not in (None, "process", "worker", "name"):
             raise BadInput(f"holder {holder!r} is unknown: use 'process', 'worker' or 'name'")
         self.request = request
@@ -109,6 +110,7 @@ class GpuRequest:
         self._environment = environment or (lambda lease, worker: {})
         self._still_wanted = still_wanted
         self._lease_id = lease_id
+        self._note_again = note_again
         self._lease: Lease | None = None
 
     def _who(self) -> Holder:
@@ -171,8 +173,8 @@ class GpuRequest:
         if not ledger.devices(self.request.host):
             raise Misconfigured(
                 f"this process would hold a GPU of the machine it runs on, and {self.request.host} is no node of the cluster with a GPU; "
-                "nothing was leased",
-                remedy="let the cluster run it: sublet run -- python train.py; or call what needs the GPU by on_gpu or holder='worker'",
+                "nothing was leased: let the cluster run it, sublet run -- python train.py",
+                remedy="sublet run -- python train.py; or call what needs the GPU by on_gpu or holder='worker'",
             )
 
     def _ask_placed(self, ledger: Ledger, placed: Placement) -> Lease:
@@ -185,7 +187,9 @@ class GpuRequest:
                 self._settings, ledger, placed, lambda: self._ask_named(ledger), self._open_and_move_in
             )
         request, failed = self.request, set[str]()
-        if request.count > 1:  # one worker uses them all
+        down = {device.host for device in ledger.devices()} - placed.hosts()
+        # One worker uses them all; and what is noted somewhere is not to be granted where it is given back at once.
+        if request.count > 1 or (self._lease_id and down):
             request = replace(request, host=self._host_for(ledger, placed, failed))
         lease_id = self._lease_id
         while True:
@@ -214,7 +218,7 @@ class GpuRequest:
             except BaseException:
                 lease.release()
                 raise
-            lease_id = ""
+            lease_id = self._note_again()
             request = replace(request, host=self._host_for(ledger, placed, failed))
 
     def _ask_named(self, ledger: Ledger) -> Lease:

@@ -84,7 +84,7 @@ def served(place: Place) -> Iterator[sublet.Studio]:
 
 def started(place: Place, ledger: Ledger, studio: sublet.Studio, mark: str, hold: Path) -> Everything:
     """When it returns, all of it is in the middle of its work, and stays there until the file `hold` is."""
-    session = studio.session(vram="64MiB", ttl="2m").wait_until_active()
+    session = studio.session(vram="64MiB", ttl="40s").wait_until_active()
     session.run_code(f"import sublet\nkept = '{mark}'\nversion = sublet.save({{'kept': kept}})")
     names = [f"{mark}-1", f"{mark}-2"]
     ttl = f"{TTL_SECONDS}s"
@@ -179,7 +179,7 @@ def lost_and_finished(
 
         # nobody outlived its deadline
         for pids in households.values():
-            until(lambda pids=pids: not alive(pids), 4 * TTL_SECONDS)
+            until(lambda pids=pids: not alive(pids), 120)
 
         # nothing was granted twice, and whoever was given up commits nothing
         rows = [a.lease for a in ledger.leases(live_only=False)]

@@ -201,6 +201,7 @@ class Stay:
             start=lambda: self._started(session),
             still_wanted=self._still_wanted,
             lease_id=lease_id,
+            note_again=self._bound_again,
         )
         lease = request._keep()
         try:
@@ -218,6 +219,14 @@ class Stay:
     def _started(self, session: StudioSession) -> Worker:
         self._worker = self._start(session)
         return self._worker
+
+    def _bound_again(self) -> str:
+        """The host of the lease that was bound could not take it, and it was given back: the session has another, and the ledger knows."""
+        session = self._ledger.resume_session(self.session.id, self.session.tenant).session
+        lease_id, number = new_id(), session.leases + 1
+        self.session = self._ledger.bind_session(session.id, number=number, lease_id=lease_id).session
+        self._number = number
+        return lease_id
 
     def _placed_on(self, host: str, session: StudioSession) -> Worker:
         placed = placement(self._settings)
