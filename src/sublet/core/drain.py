@@ -61,7 +61,7 @@ def plan_drain(
     uncommitted: bool,
     behind: Behind | None = None,
     step_us: int | None = None,
-    speed: Speed = Speed(),  # noqa: B008  # frozen
+    speed: Speed = Speed(),  # frozen
     full_bytes: int,
     delta_bytes: int
     | None = None,  # None: this process has not saved yet, so there is nothing to be a delta of
