@@ -26,6 +26,7 @@ import pytest
 
 from sublet.hosting import linux
 from tests.conftest import need
+from tests.free_ports import free_port
 
 PASSWORD = "canary-pass%2Fword"  # as it is written in an address
 PLAIN_PASSWORD = "canary-pass/word"
@@ -33,16 +34,6 @@ ROOT = Path(__file__).parents[2]
 #: Where Google's packages and its own installer put it.
 SDKS = [Path(os.environ.get("CLOUDSDK_ROOT_DIR", "/nonexistent")), Path("/usr/lib/google-cloud-sdk"), Path("/usr/local/google-cloud-sdk"),
         Path("/opt/google-cloud-sdk"), Path("/snap/google-cloud-cli/current"), Path.home() / "google-cloud-sdk"]  # fmt: skip
-
-
-def free_port() -> int:
-    """Below those the kernel gives to connections: a server that was killed must get it again."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with contextlib.suppress(OSError), socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            s.bind(("127.0.0.1", port))
-            return port
 
 
 def wait_until(true: Callable[[], Any], seconds: float = 60) -> Any:

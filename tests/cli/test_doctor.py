@@ -327,4 +327,4 @@ def test_a_bucket_that_is_not_there_is_not_made(stores: Servers) -> None:
     ],
 )
 def test_what_a_server_says_has_a_next_step(said: str, next_step: str) -> None:
-    assert next_step in BucketFailed(said).remedy("s3", "my-eu")
+    assert next_step in BucketFailed(said).what_next("s3", "my-eu")

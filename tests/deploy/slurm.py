@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.free_ports import free_port
+
 #: What stands for a GPU: Slurm wants a device file for each, and gives its number.
 DEVICES = ("/dev/null", "/dev/zero")
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
@@ -67,16 +69,8 @@ class Slurm:
         return "\n".join(f"== {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.folder.glob("*.log")))
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        found = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
-
-
 def _configuration(folder: Path, nodes: tuple[str, ...]) -> str:
-    controller, *ports = _free_ports(1 + len(nodes))
+    controller, *ports = [free_port() for _ in range(1 + len(nodes))]
     rows = "\n".join(
         f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2048 "
         "Gres=gpu:2 State=UNKNOWN"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -25,13 +24,8 @@ from sublet.ports.ledger import Ledger
 from sublet.runtime.tokens import new_token
 from sublet.studio.attendant import finding
 from tests import forked
+from tests.free_ports import free_port
 from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @dataclass

@@ -30,6 +30,7 @@ from sublet.core.errors import (
 from sublet.remote import client as client_module
 from sublet.remote.client import Client, parse_address
 from sublet.remote.errors import error_from, error_of_answer
+from tests.free_ports import free_port
 from tests.remote.canned import ME, Answer, Asked, canned, error, said
 
 TOKEN = "sublet_0123456789abcdef_" + "ab" * 16
@@ -38,12 +39,6 @@ TOKEN = "sublet_0123456789abcdef_" + "ab" * 16
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "FIRST_PATIENCE_SECONDS", 0.2)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 # --- errors --------------------------------------------------------------------------------------------------

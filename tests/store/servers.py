@@ -36,6 +36,7 @@ from xml.sax.saxutils import escape
 from sublet.buckets.client import Limits
 from sublet.store.bucket import BucketReplica, open_bucket
 from tests.conftest import need
+from tests.free_ports import free_port
 
 BUCKET = "checkpoints"
 SECRET = "canarysecretkey0123456789"
@@ -101,12 +102,6 @@ class Server:
 
     def behind(self, faults: Callable[[Seen], str | None] | None = None) -> Proxy:
         return Proxy(self, faults)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @contextlib.contextmanager

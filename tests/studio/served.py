@@ -18,12 +18,7 @@ from sublet.core.token import Scope
 from sublet.ports.ledger import Ledger
 from sublet.runtime.tokens import new_token
 from tests import forked
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+from tests.free_ports import free_port
 
 
 def token_for(ledger: Ledger, tenant: str, scope: Scope = Scope.USER) -> str:

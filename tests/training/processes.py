@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -65,12 +64,6 @@ def wait_for(fact: Callable[[], object], seconds: float, said: Callable[[], str]
     while not fact():
         assert time.monotonic() < ends, f"it did not become true in {seconds} s\n{said()[-3000:]}"
         time.sleep(0.01)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Nursery:

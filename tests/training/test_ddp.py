@@ -17,9 +17,10 @@ import pytest
 from sublet import wiring
 from sublet.runtime.ranks import find_ranks
 from tests.forked import ROOT
+from tests.free_ports import free_port
 from tests.runtime.conftest import Home, process_is_gone
 from tests.training.conftest import LOSSES, Losing
-from tests.training.processes import Nursery, free_port, wait_for
+from tests.training.processes import Nursery, wait_for
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch has no gloo")

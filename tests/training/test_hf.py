@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from sublet import wiring
+from tests.free_ports import free_port
 from tests.training.conftest import LOSSES, Losing, last_line, random_losses
-from tests.training.processes import Job, Nursery, free_port
+from tests.training.processes import Job, Nursery
 
 JOB = "tests.training.hf_jobs:train"
 

@@ -136,7 +136,7 @@ class BucketFailed(OSError):
         super().__init__(errno.EIO, message)
         self.lasting = lasting
 
-    def remedy(self, scheme: str, bucket: str) -> str:
+    def what_next(self, scheme: str, bucket: str) -> str:
         """What to do next about what the server said."""
         said, prefix = str(self.strerror), _PREFIXES[scheme]
         for words, remedy in _REMEDIES:

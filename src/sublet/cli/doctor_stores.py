@@ -99,7 +99,7 @@ def _tried(url: str) -> tuple[Check, Used | None]:
         return (fail(part, e.message, remedy) if isinstance(e, NotDurable) else failed(part, e)), None
     except OSError as e:
         remedy = (
-            e.remedy(*_scheme_and_bucket(url))
+            e.what_next(*_scheme_and_bucket(url))
             if isinstance(e, BucketFailed) and "://" in url
             else _may_write()
         )

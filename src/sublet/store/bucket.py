@@ -71,7 +71,7 @@ class BucketReplica:
 
     def _remedy(self, error: BucketFailed) -> str:
         scheme, _, rest = self.name.partition("://")
-        return error.remedy(scheme, rest.partition("/")[0])
+        return error.what_next(scheme, rest.partition("/")[0])
 
     # packs
 
