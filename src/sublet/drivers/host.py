@@ -250,6 +250,10 @@ def _files() -> dict[str, list[_File]]:
     return by_name
 
 
+#: Of the module, not of a driver: one is sent to the process that tries it out.
+_held = SharedLook(_files)
+
+
 class HostDriver:
     """Implements `ports.driver.Driver`."""
 
@@ -257,7 +261,6 @@ class HostDriver:
 
     def __init__(self) -> None:
         self._faults: dict[str, Faults] = {}
-        self._files = SharedLook(_files)
 
     def capabilities(self, ordinal: int = 0) -> Capabilities:
         # The kernel zeroes pages before it gives them to anybody.
@@ -297,9 +300,7 @@ class HostDriver:
 
     def used_bytes(self, device_id: str, ordinal: int, besides: frozenset[int] = frozenset()) -> int | None:
         """Each anonymous file of the device, once, however many processes hold it; none that one of `besides` holds too."""
-        held = sum(
-            file.size for file in self._files().get(_link(device_id), ()) if besides.isdisjoint(file.pids)
-        )
+        held = sum(file.size for file in _held().get(_link(device_id), ()) if besides.isdisjoint(file.pids))
         with contextlib.suppress(OSError):
             held += leaks(device_id).stat().st_size
         return held

@@ -230,6 +230,7 @@ class Run:
         self._useful_us = 0
         self._step_began = now
         self._working = contextlib.ExitStack()  # of steps begun by hand
+        self._left = threading.Event()  # nothing is saved any more
         parts.alarms.on_notice(self._end_saves_in_time)
 
     # what the caller sees
@@ -721,13 +722,16 @@ class Run:
         ends = max(0, left - min(MARGIN_US, left // 2)) / SECOND_US
 
         def give_up() -> None:
-            still = self._parts.alarms.notice  # a lease may have taken its warning back
-            if still is not None and still.deadline_us <= notice.deadline_us:
+            over = self._left.wait(ends)
+            # Again and again: a save that is begun after the first would be waited for like any other.
+            while not over:
+                still = self._parts.alarms.notice  # a lease may have taken its warning back
+                if still is None or still.deadline_us > notice.deadline_us:
+                    return
                 self._parts.store.give_up()
+                over = self._left.wait(_LISTEN_SECONDS)
 
-        timer = threading.Timer(ends, give_up)
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=give_up, name="sublet-gives-up", daemon=True).start()
 
     def _committed_as(self, version: int, step: int, span: _Span) -> None:
         now = self._parts.clock.monotonic_us()
@@ -900,6 +904,7 @@ class Run:
                 at = self.step + 1
                 parts.line.say(f"left in the middle of step {at:,}: step {self.committed:,} is committed")
         finally:
+            self._left.set()
             parts.ranks.close()
             self._working.close()
             parts.line.close()
