@@ -63,7 +63,7 @@ def leases_and_queues() -> list[Part]:
                 "tests/storms/test_lease_storm.py::test_kill_9_of_holders_and_of_postgres", timeout_s=2700
             ),
             environment=asked(SUBLET_POSTGRES_CRASHES=500),
-            expected_s=800,
+            expected_s=500,
             limit_s=2700,
             counts=printed(
                 server_crashes=r"} crashes (\d+)",
