@@ -77,7 +77,7 @@ def program(url, key, folders, version, fill, behind):
     writer = 0
     checkpoints.WORTH_A_PROCESS = 0  # small states too
     if behind:
-        store._writer.write(Arena(4096), [Span(0, 1)], [f"dir:{f}@writer" for f in folders])  # it is up
+        store._write_elsewhere(Arena(4096), [Span(0, 1)])  # it is up
         writer = store._writer._process.pid
     ledger.head("team/job")
     say(pid=os.getpid(), writer=writer)

@@ -230,8 +230,9 @@ class Run:
         self._useful_us = 0
         self._step_began = now
         self._working = contextlib.ExitStack()  # of steps begun by hand
-        self._left = threading.Event()  # nothing is saved any more
-        parts.alarms.on_notice(self._end_saves_in_time)
+        self._warned, self._left = threading.Event(), threading.Event()  # left: nothing is saved any more
+        parts.alarms.on_notice(lambda _: self._warned.set())
+        threading.Thread(target=self._end_saves_in_time, name="sublet-gives-up", daemon=True).start()
 
     # what the caller sees
 
@@ -716,22 +717,22 @@ class Run:
             over.set()
             teller.join()
 
-    def _end_saves_in_time(self, notice: Notice) -> None:
-        """From a thread of the alarms. Whatever a save waits for, this process leaves before its deadline."""
-        left = notice.deadline_us - self._parts.clock.monotonic_us()
-        ends = max(0, left - min(MARGIN_US, left // 2)) / SECOND_US
-
-        def give_up() -> None:
-            over = self._left.wait(ends)
-            # Again and again: a save that is begun after the first would be waited for like any other.
-            while not over:
-                still = self._parts.alarms.notice  # a lease may have taken its warning back
-                if still is None or still.deadline_us > notice.deadline_us:
-                    return
+    def _end_saves_in_time(self) -> None:
+        """In a thread of its own, from the first warning on: whatever a save waits for, this process leaves before its deadline. It is begun with
+        the run: a script that is warned must hear of it before it goes on, and a thread takes a while to start."""
+        ends = deadline = 0
+        while self._warned.wait() and not self._left.wait(_LISTEN_SECONDS):
+            self._warned.clear()
+            notice, now = self._parts.alarms.notice, self._parts.clock.monotonic_us()
+            if notice is None:  # a lease may have taken its warning back
+                continue
+            self._warned.set()
+            if notice.deadline_us != deadline:
+                deadline = notice.deadline_us
+                ends = deadline - min(MARGIN_US, max(0, deadline - now) // 2)
+            if now >= ends:
+                # Again and again: a save that is begun after the first time would be waited for like any other.
                 self._parts.store.give_up()
-                over = self._left.wait(_LISTEN_SECONDS)
-
-        threading.Thread(target=give_up, name="sublet-gives-up", daemon=True).start()
 
     def _committed_as(self, version: int, step: int, span: _Span) -> None:
         now = self._parts.clock.monotonic_us()
@@ -905,6 +906,7 @@ class Run:
                 parts.line.say(f"left in the middle of step {at:,}: step {self.committed:,} is committed")
         finally:
             self._left.set()
+            self._warned.set()
             parts.ranks.close()
             self._working.close()
             parts.line.close()
