@@ -26,8 +26,8 @@ from sublet.ports.ledger import FoundDevice
 from sublet.testing.postgres import PostgresServer
 from tests.forked import Forked
 
-SECONDS = float(os.environ.get("SUBLET_CROWD_SECONDS", "6"))
-CROWD = int(os.environ.get("SUBLET_CROWD", "10"))
+SECONDS = float(os.environ.get("SUBLET_CROWD_SECONDS", "3"))
+CROWD = int(os.environ.get("SUBLET_CROWD", "8"))
 #: Of the whole crowd.
 LEASES_A_DAY = 100_000
 #: What a process may grow by while it does the same again and again: caches of statements and plans fill up.
