@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -130,6 +131,8 @@ def merged(earlier: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str
 
 
 def main(argv: list[str] | None = None) -> int:
+    # A shell starts what it does not wait for with Ctrl-C ignored, and so would be every process of every part, those that test Ctrl-C too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     known = parts()
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
     parser.add_argument("only", nargs="*", help=f"parts: {', '.join(p.name for p in known)}")
