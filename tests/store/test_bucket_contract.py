@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sublet.buckets.client import Limits
 from sublet.core.checkpoint import ALIGN, MAX_MANIFEST_BYTES, Span
 from sublet.core.errors import NotDurable
 from sublet.ports.store import Replica
@@ -27,7 +28,11 @@ KINDS = ("dir", "moto", "seaweed", "azurite", "gcs")
 @pytest.fixture(params=KINDS)
 def replica(request: pytest.FixtureRequest, object_stores: Servers, tmp_path: Path) -> Replica:
     folder = request.param == "dir"
-    made: Replica = DirectoryReplica(tmp_path / "r") if folder else object_stores[request.param].open()
+    # Nothing is wrong with these servers: on a crowded machine an answer takes as long as it takes.
+    patient = Limits(request_seconds=30.0, patience_seconds=60.0, connect_seconds=10.0)
+    made: Replica = (
+        DirectoryReplica(tmp_path / "r") if folder else object_stores[request.param].open(limits=patient)
+    )
     made.check()
     return made
 

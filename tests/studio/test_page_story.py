@@ -144,6 +144,8 @@ def test_a_device_goes_from_one_tenant_to_the_other(browser: Any, house: House, 
             timeout=SOON
         )
         ada.go("work")
+        ada.page.reload()  # what was saved is there, whatever this page had heard by then
+        ada.go("work")
         job = ada.page.get_by_role("row", name="studio/ada/net")
         job.wait_for(timeout=SOON)
         ada.page.screenshot(path=shots / "ada-jobs.png")
