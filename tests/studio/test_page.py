@@ -489,6 +489,36 @@ def test_the_stream_is_taken_up_again_after_the_service_was_away(studio: Studio,
     page.get_by_role("link", name="and live").wait_for()
 
 
+@pytest.mark.parametrize("how", ["no answer", "refused"])
+def test_a_board_that_did_not_come_is_asked_for_again(studio: Studio, service: MadeUp, how: str) -> None:
+    """No second event comes to remind the page, nothing ends soon, and the next look anyway is far away."""
+    page = studio.page
+    for lease in service.board["leases"]:
+        lease["ends_at"] = time.time() + 3600
+    for session in service.board["sessions"]:
+        session.pop("offer", None)
+    page.add_init_script(
+        "const real = AbortSignal.timeout.bind(AbortSignal); AbortSignal.timeout = (ms) => real(ms / 100);"
+        "const often = setInterval; setInterval = (act, ms) => often(act, ms >= 10000 ? ms * 100 : ms);"
+    )
+    studio.enter(TOKEN)
+    page.wait_for_function(
+        "() => __sublet_updates.length >= 2"
+    )  # the first, and the one after the stream began
+    missed = []
+
+    def miss(route: Any) -> None:
+        missed.append(route)
+        if how == "refused":
+            route.fulfill(status=503, json={"code": "busy", "message": "not now", "remedy": "later"})
+
+    page.route("**/v1/board", miss, times=1)
+    service.board["sessions"][1]["name"] = "renamed meanwhile"
+    service.happened()
+    page.get_by_role("link", name="renamed meanwhile").wait_for()
+    assert len(missed) == 1
+
+
 def test_the_time_left_counts_down_without_a_board(studio: Studio, service: MadeUp) -> None:
     studio.enter(TOKEN)
     page = studio.page

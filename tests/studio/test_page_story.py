@@ -97,7 +97,10 @@ def becomes(studio: Studio, name: str, status: str) -> Any:
 
 
 def run(studio: Studio, code: str) -> Any:
-    """In the session that is looked at; where its output comes."""
+    """In the session that is looked at, when what ran before is over; where its output comes."""
+    studio.page.locator("button:not([aria-disabled=true])", has_text=re.compile("^Run$")).wait_for(
+        timeout=SOON
+    )
     studio.page.get_by_label("Python, run in the session's own worker").fill(code)
     studio.page.keyboard.press("Control+Enter")
     return studio.page.locator(".ran").last
@@ -133,6 +136,10 @@ def test_a_device_goes_from_one_tenant_to_the_other(browser: Any, house: House, 
         output.get_by_text("tick 2").wait_for(timeout=SOON)  # as it is printed, and not at the end
         assert output.get_by_text(re.compile("^Done")).count() == 0
         ada.page.screenshot(path=shots / "ada-runs.png")
+        ada.page.keyboard.press("Control+Enter")  # one at a time, and nobody is left to guess why
+        ada.page.get_by_role("status").get_by_text("Not run: the last code still runs").wait_for(timeout=SOON)
+        assert output.count() == 1
+        assert ada.page.locator(".ran").count() == 2
         ada.page.get_by_role("button", name="Interrupt").click()
         output.get_by_text("KeyboardInterrupt").first.wait_for(timeout=SOON)
         failed = run(ada, "1 / 0")
@@ -143,8 +150,6 @@ def test_a_device_goes_from_one_tenant_to_the_other(browser: Any, house: House, 
         run(ada, "import sublet\nsublet.save({'step': 3})").get_by_text(re.compile("^Done")).wait_for(
             timeout=SOON
         )
-        ada.go("work")
-        ada.page.reload()  # what was saved is there, whatever this page had heard by then
         ada.go("work")
         job = ada.page.get_by_role("row", name="studio/ada/net")
         job.wait_for(timeout=SOON)

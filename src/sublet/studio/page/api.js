@@ -97,7 +97,8 @@ async function asProblem(answer) {
 }
 
 export async function get(path, options) {
-  return (await open("GET", path, options)).json();
+  const answer = await open("GET", path, options);
+  return answer.json().catch(cutShort);
 }
 
 export async function send(method, path, body) {

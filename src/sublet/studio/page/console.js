@@ -180,7 +180,15 @@ export class Console {
   async run() {
     const code = this.code.value;
     const { id } = this;
-    if (!code.trim() || this.go.getAttribute("aria-disabled") === "true") return;
+    if (!code.trim()) return;
+    if (this.go.getAttribute("aria-disabled") === "true") {
+      say(
+        this.running.has(id)
+          ? "Not run: the last code still runs. Wait for it, or interrupt it; what you typed stays."
+          : `Not run: ${this.note.textContent}`,
+      );
+      return;
+    }
     const random = [...crypto.getRandomValues(new Uint8Array(6))];
     const call = `page-${random.map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
     const piece = make("div", { class: "ran" });

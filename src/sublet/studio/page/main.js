@@ -18,6 +18,7 @@ import { clock, now, setClock, size } from "./words.js";
 const APART_MS = 1000;
 const AFTER_PROBLEM_MS = 4000;
 const ANYWAY_MS = 15_000; // usage grows without an event
+const UNANSWERED_MS = 30_000; // then the question is asked again: a page that waits for an answer shows nothing new
 const KEPT = 200;
 
 const updates = (window.__sublet_updates = []);
@@ -59,12 +60,14 @@ class Refresher {
     this.busy = true;
     this.last = performance.now();
     try {
-      const found = await api.get("v1/board");
+      const found = await api.get("v1/board", { signal: AbortSignal.timeout(UNANSWERED_MS) });
       if (round === this.round) show(found);
     } catch (problem) {
       this.last += AFTER_PROBLEM_MS;
-      if (round === this.round && board && problem.status !== 401 && problem.code !== "disconnected")
-        sayProblem(problem);
+      if (round === this.round && board && problem.status !== 401) {
+        this.wanted = true; // what it was asked for is still not shown
+        if (problem.code !== "disconnected") sayProblem(problem);
+      }
       return problem;
     } finally {
       if (round === this.round) {
