@@ -114,6 +114,11 @@ class MemoryEngine:
     def now(self) -> int:
         return self.read(lambda tx: tx.now)
 
+    def confirm(self, sql: str, *params: Any) -> tuple[Any, ...] | None:
+        self.barrier()
+        found = self.rows(sql, *params)
+        return found[0] if found else None
+
     def barrier(self) -> None:
         if self.open:
             self.db.execute("COMMIT")

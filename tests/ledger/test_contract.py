@@ -314,10 +314,15 @@ def test_attending_is_a_sign_of_life(pool: Rig) -> None:
 def test_a_grant_is_durable_before_a_waiter_is_told_of_it(pool: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """L1: the release that made it need not survive a crash. Who only waits, waits for no disk."""
     synced: list[str] = []
-    barrier = pool.ledger.engine.barrier
-    monkeypatch.setattr(pool.ledger.engine, "barrier", lambda: (synced.append("barrier"), barrier()))
+    confirm = pool.ledger.engine.confirm
+
+    def counted(sql: str, *params: object) -> Any:
+        synced.append(sql)
+        return confirm(sql, *params)
+
     holder = pool.ask(80)
     waiter = pool.ask(80, tenant="bob")
+    monkeypatch.setattr(pool.ledger.engine, "confirm", counted)
     for _ in range(3):
         assert pool.ledger.attend(waiter.lease.id, pool.secret(waiter)).lease.state is LeaseState.WAITING
     pool.release(holder)

@@ -631,6 +631,55 @@ def test_a_crash_in_the_middle_of_many_commits(own_server: PostgresServer) -> No
     rig.close()
 
 
+@pytest.mark.parametrize("how", ["asked for", "waited for"])
+def test_a_grant_that_a_crash_took_is_not_told(own_server: PostgresServer, how: str) -> None:
+    """L1: a grant is committed before the disk has it. A server that dies just then forgets it, and would give its epoch and its memory again."""
+    rig, _ = postgres_rig(own_server.url)
+    rig.tenant()
+    rig.device(gb=100)
+    engine = rig.ledger.engine
+    with (
+        engine.connect() as connection
+    ):  # what nobody waits for stays in memory for as long as the server may keep it there
+        connection.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
+        connection.execute("SELECT pg_reload_conf()")
+    confirm, lost = engine.confirm, []
+    if how == "waited for":
+        holder = rig.ask(80, lease_id="holder")
+        waiter = rig.ask(80, lease_id="mine")
+        rig.release(holder)
+
+    def after_a_crash(sql: str, *params: object) -> Any:
+        if not lost:
+            lost.append(engine.glance(sql, *params))
+            own_server.crash()
+            own_server.start()
+        return confirm(sql, *params)
+
+    engine.confirm = after_a_crash
+    if how == "asked for":
+        told = rig.ask(80, lease_id="mine")
+    else:
+        told = rig.ledger.attend("mine", rig.secret(waiter))
+    [(_, granted_at)] = lost
+    if told.lease.state is LeaseState.WAITING:  # the release was lost with it
+        assert how == "waited for"
+        assert rig.look(holder).state is LeaseState.ACTIVE
+        rig.release(holder)
+        told = rig.ledger.attend("mine", rig.secret(waiter))
+    assert told.lease.granted_at > granted_at, "the server had written its log: nothing was lost"
+    there = rig.look(told)
+    assert (there.epoch, there.granted_at, there.slices) == (
+        told.lease.epoch,
+        told.lease.granted_at,
+        told.lease.slices,
+    )
+    assert rig.ask(80, lease_id="other").lease.state is LeaseState.WAITING
+    rig.commit(told, 1)
+    assert rig.ledger.verify().faults == ()
+    rig.close()
+
+
 # --- opening -------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,9 @@ class Engine(Protocol):
     def glance(self, sql: str, *params: object) -> Row | None:
         """One statement that reads, without a transaction around it: for what is asked at every request."""
 
+    def confirm(self, sql: str, *params: object) -> Row | None:
+        """As `glance`, and what it saw is on disk when it answers: whoever is told of it is told something that outlives a crash."""
+
     def now(self) -> int: ...
     def ring(self, topics: set[str]) -> None: ...
     def bell(self) -> Bell: ...

@@ -100,12 +100,19 @@ class SqlLedger(ItemVerbs):
         return self._write(lambda tx: waitlist.acquire(tx, lease_id, secret, request, holder), durable=True)  # type: ignore[no-any-return]
 
     def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
-        answer: Answer = self._write(lambda tx: waitlist.attend(tx, lease_id, secret, explain), durable=False)
-        if answer.lease.state in HOLDING:
-            # Somebody else's release granted it, and a release need not survive a crash: then the same epoch, and the same memory, would be
-            # granted again while this holder works. Who only waits does not wait for the disk.
-            self.engine.barrier()
-        return answer
+        while True:
+            answer: Answer = self._write(
+                lambda tx: waitlist.attend(tx, lease_id, secret, explain), durable=False
+            )
+            # Somebody else's release granted it, and a release need not survive a crash. Who only waits does not wait for the disk.
+            if answer.lease.state not in HOLDING or self._outlives_a_crash(answer.lease):
+                return answer
+
+    def _outlives_a_crash(self, lease: Lease) -> bool:
+        """Before a holder is told of a grant that was committed without waiting for the disk: were it lost, the same epoch and the same memory
+        would be granted again while this holder works. False when a crash of the ledger's server has already taken it."""
+        found = self.engine.confirm("SELECT epoch, granted_at FROM lease WHERE id = ?", lease.id)
+        return found is not None and tuple(found) == (lease.epoch, lease.granted_at)
 
     def accept(self, lease_id: str, secret: str) -> Answer:
         return self._write(lambda tx: waitlist.accept(tx, lease_id, secret), durable=True)  # type: ignore[no-any-return]

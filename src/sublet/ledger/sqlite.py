@@ -432,6 +432,11 @@ class SqliteEngine:
             finally:
                 lending.give_back(connection)
 
+    def confirm(self, sql: str, *params: object) -> Row | None:
+        found = self.glance(sql, *params)
+        self._sync()
+        return found
+
     def now(self) -> int:
         return self.read(lambda tx: tx.now)
 
