@@ -6,6 +6,7 @@ What each test guards is named by its id in INVARIANTS. A refused verb is checke
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
