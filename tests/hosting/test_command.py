@@ -22,6 +22,7 @@ from sublet.core.notice import Notice
 from sublet.hosting import accounts, command, containment
 from sublet.hosting.channel import pair
 from sublet.hosting.command import LocalCommand, find_executable
+from sublet.hosting.supervisor import BACKSTOP_US
 from sublet.ports.command import Left
 from sublet.runs import RunFolder
 from tests.conftest import need
@@ -164,6 +165,24 @@ def test_at_the_end_of_its_lease_it_dies_with_nobodys_help(rig: Rig, contained_b
     made = rig.start(STUBBORN, str(up))
     rig.begin(made, kill_in_us=1_500_000)
     wait_until(up.exists)
+    left = awaited(made)
+    assert left.killed
+    assert left.lease_over
+    assert marked(rig.mark) == []
+
+
+@pytest.mark.parametrize("contained_by", CONTAINMENTS[2:], indirect=True)
+def test_a_supervisor_that_comes_late_still_ends_everybody(rig: Rig, contained_by: str) -> None:
+    """K2 without a namespace: were it ended for its lateness, what the command has started would live on."""
+    up = rig.path / "up"
+    made = rig.start(STUBBORN, str(up))
+    deadline = now_us() + 1_500_000
+    rig.begin(made, kill_in_us=1_500_000)
+    wait_until(up.exists)
+    os.kill(made.holder.pid, signal.SIGSTOP)
+    while now_us() < deadline + 2 * BACKSTOP_US:
+        time.sleep(0.05)
+    os.kill(made.holder.pid, signal.SIGCONT)
     left = awaited(made)
     assert left.killed
     assert left.lease_over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import os
 import pickle
@@ -179,8 +180,8 @@ def alarm(seconds: float, error: type[BaseException]) -> Iterator[None]:
         raise error
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -190,7 +191,7 @@ def alarm(seconds: float, error: type[BaseException]) -> Iterator[None]:
 def test_the_answer_to_a_call_that_was_left_is_nobodys(worker: LocalWorker) -> None:
     """A signal handler's exception leaves the call: it is interrupted there, and what it answers is not the next one's result."""
     begun = time.monotonic()
-    with alarm(0.1, TimeoutError), pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError), alarm(0.1, TimeoutError):  # on a crowded machine it rings before the call
         run(worker, lambda: time.sleep(30) or "late")
     assert run(worker, lambda: "mine") == "mine"
     assert time.monotonic() - begun < 10
@@ -202,7 +203,7 @@ def test_the_answer_to_a_call_that_was_left_is_nobodys(worker: LocalWorker) -> N
                 time.sleep(0.4)
         return "late"
 
-    with alarm(0.1, TimeoutError), pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError), alarm(0.1, TimeoutError):
         run(worker, stubborn)
     assert run(worker, lambda: "mine") == "mine"
 
@@ -625,10 +626,11 @@ def test_a_worker_leaves_no_descriptor_with_its_caller(workers: LocalWorkers) ->
             run(made, os.getpid)
 
     once()
+    gc.collect()  # what tests before this one have left is not counted
     before = descriptors()
     for _ in range(3):
         once()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_ended_under_a_call_in_another_thread_it_leaves_none_either(workers: LocalWorkers) -> None:

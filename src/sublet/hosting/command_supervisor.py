@@ -34,6 +34,7 @@ from sublet.hosting.channel import receive_with_fds, send_with_fds
 from sublet.hosting.processes import descendants, ended, read_stat
 from sublet.hosting.supervisor import (
     BACKSTOP_US,
+    KILL_WAIT_US,
     LATE_US,
     POLL_MOST_MS,
     STATUS,
@@ -50,6 +51,9 @@ LEFTOVERS_WAIT_US = 1_000_000
 #: The rest of the group hears of the end so long before the deadline, or in its last quarter.
 GROUP_BEFORE_US = 2_000_000
 STATUS_WAIT_US = 1_000_000
+#: Without a namespace this process's death sets free what the command has started, and no zygote looks for those. A supervisor that is merely slow,
+#: on a crowded machine, is worth more alive then than punctual.
+BACKSTOP_ALONE_US = 2_000_000
 _ENDED_BY_LEASE = "its lease ran out"
 
 
@@ -208,7 +212,7 @@ class CommandSupervisor:
             self._stop_us, self._kill_us = int(order["stop_us"]), int(order["kill_us"])
             if not leased:
                 self._account(ended=False)
-            self._switch.arm(self._kill_us + BACKSTOP_US)
+            self._switch.arm(self._backstop_us(self._kill_us))
         if order.get("begin"):
             self._begin(fds)
         if "drain_us" in order:
@@ -277,6 +281,10 @@ class CommandSupervisor:
 
     # ending
 
+    def _backstop_us(self, deadline_us: int) -> int:
+        """When the kernel ends this process, should it not have left by then."""
+        return deadline_us + (BACKSTOP_US if self._inmate.ends_as_one else BACKSTOP_ALONE_US)
+
     def _reap(self) -> None:
         """Orphans come to us where there is no namespace; the leader too, whose status is kept."""
         with contextlib.suppress(ChildProcessError):
@@ -290,6 +298,9 @@ class CommandSupervisor:
     def _end(self, why: str) -> None:
         begun = _now_us()
         inmate = self._inmate
+        if self._kill_us is not None and not inmate.ends_as_one:
+            # It is well, and has begun: killed now it would leave the rest to nobody.
+            self._switch.arm(max(begun + 2 * KILL_WAIT_US, self._backstop_us(self._kill_us)))
         ladder = "gone" if self._drain_us is None else "term"
         left = not why
         if why:
@@ -307,7 +318,7 @@ class CommandSupervisor:
             self._learn_status()
         _, survivors = kill_all(inmate)
         if not survivors and self._kill_us is not None:
-            self._switch.arm(max(_now_us() + TELL_US, self._kill_us + BACKSTOP_US))
+            self._switch.arm(max(_now_us() + TELL_US, self._backstop_us(self._kill_us)))
         self._account(ended=True, ladder=ladder, survivors=survivors, duration_us=_now_us() - begun)
         self._say(
             {

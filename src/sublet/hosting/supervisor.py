@@ -62,6 +62,11 @@ class Inmate:
     containment: str
     told_fd: int = -1  # a lingering first process says here how the leader ended
 
+    @property
+    def ends_as_one(self) -> bool:
+        """Everybody inside with its first process, by the kernel."""
+        return containment.PID_NAMESPACE in self.containment
+
 
 def _now_us() -> int:
     return time.monotonic_ns() // 1000
@@ -297,7 +302,7 @@ def kill_all(inmate: Inmate) -> tuple[int | None, list[int]]:
     gone = ended(inmate.first_fd, KILL_WAIT_US)
     status = _status_of(inmate.first) if gone else None
     # The first process of a namespace is gone only when all of them are; without one they have to be looked for.
-    contained = containment.PID_NAMESPACE in inmate.containment and gone
+    contained = inmate.ends_as_one and gone
     survivors = [] if contained else end_children(KILL_WAIT_US)
     if inmate.group is not None:
         if not inmate.group.emptied(KILL_WAIT_US):
