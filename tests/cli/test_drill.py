@@ -27,7 +27,7 @@ CLOCKED = ("w += time.time()", '{"w": w, "rng": rng}')
 JOB = """
 import time, numpy as np, sublet
 w, m, rng = np.zeros(100), np.zeros(100), np.random.default_rng(0)
-run = sublet.train("toy", state=STATE, every=3, vram="64MiB", ttl="2s", grace="5s", progress=False)
+run = sublet.train("toy", state=STATE, every=3, vram="64MiB", ttl="20s", grace="5s", progress=False)
 for step in run.steps(STEPS):
     BODY
     time.sleep(0.02)
