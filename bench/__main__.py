@@ -1,4 +1,4 @@
-"""`python -m bench [ONLY]`: run the measurements and say which goals were reached."""
+"""`python -m bench [ONLY]`: run the measurements, say which goals were reached, and write docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench import (
     bucket_saves,
@@ -27,7 +29,8 @@ from bench import (
     training,
     workers,
 )
-from bench.measure import MOST_WAITING_PERCENT, NOT_ALONE, progress, show, waited_s
+from bench.measure import MOST_WAITING_PERCENT, NOT_ALONE, Section, progress, show, waited_s
+from bench.page import page, versions
 from sublet.ledger.sqlite import file_system_of, library_version
 
 SUITES = {
@@ -46,11 +49,41 @@ SUITES = {
     "notebooks": notebooks.run,
     "studio": studio.run,
 }
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / ".bench" / "results.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def chosen(name: str) -> str:
+    """A part by its name or the beginning of it: `queue` is `queues`."""
+    found = [suite for suite in SUITES if suite.startswith(name)]
+    if len(found) != 1 and name not in SUITES:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SUITES)}")
+    return name if name in SUITES else found[0]
+
+
+def keep(results: dict[str, dict[str, Any]]) -> None:
+    """After each part: a run that is ended early has measured what it has measured."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    in_order = {name: results[name] for name in SUITES if name in results}
+    PAGE.write_text(page(in_order, [name for name in SUITES if name not in results], versions(ROOT)))
+
+
+def commit() -> str:
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return said.stdout.strip()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("only", nargs="?", choices=sorted(SUITES), help="run one of them")
+    parser.add_argument(
+        "only",
+        nargs="?",
+        type=chosen,
+        metavar="PART",
+        help=f"run one of them: {', '.join(SUITES)}",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers of every round")
     parser.add_argument(
         "--place",
@@ -71,17 +104,34 @@ def main() -> int:
         "sqlite": ".".join(map(str, library_version())),
         "file_system": kind,
     }
-    began, waited = time.monotonic(), waited_s()
+    described = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
+    results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    sections: list[Section] = []
+    all_began, all_waited = time.monotonic(), waited_s()
     try:
-        sections = [
-            section for name, run in SUITES.items() if wanted.only in (None, name) for section in run(place)
-        ]
+        for name, run in SUITES.items():
+            if wanted.only not in (None, name):
+                continue
+            began, waited = time.monotonic(), waited_s()
+            found = list(run(place))
+            took = time.monotonic() - began
+            sections += found
+            results[name] = {
+                "at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+                "commit": commit(),
+                "seconds": round(took),
+                "waited_percent": round(100 * (waited_s() - waited) / took, 1),
+                "machine": described,
+                "sections": [section.as_json() for section in found],
+            }
+            keep(results)
+            progress(f"{name}: {took:.0f} s")
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    took = time.monotonic() - began
-    waiting_percent = machine["waited_for_cpu_percent"] = round(100 * (waited_s() - waited) / took, 1)
-    progress(f"took {took:.0f} s")
-    print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items()))
+    took = time.monotonic() - all_began
+    waiting_percent = machine["waited_for_cpu_percent"] = round(100 * (waited_s() - all_waited) / took, 1)
+    progress(f"took {took:.0f} s; written to {PAGE.relative_to(ROOT)}")
+    print(f"{described}, waited for cpu percent {waiting_percent}")
     print("Medians of interleaved rounds; a ratio is the median of the rounds' ratios.\n")
     if waiting_percent > MOST_WAITING_PERCENT:
         print(f"{NOT_ALONE}\n")

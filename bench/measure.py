@@ -56,6 +56,8 @@ class Section:
     def as_json(self) -> dict[str, object]:
         return {
             "title": self.title,
+            "columns": self.columns,
+            "rows": self.rows,
             "data": self.data,
             "goals": [asdict(g) | {"reached": g.reached} for g in self.goals],
             "notes": self.notes,
@@ -123,7 +125,7 @@ def _goal_cells(goal: Goal) -> list[str]:
     ]
 
 
-_GOAL_COLUMNS = ["goal", "measured", "wanted", ""]
+GOAL_COLUMNS = ["goal", "measured", "wanted", ""]
 
 
 def show(sections: Sequence[Section]) -> None:
@@ -150,7 +152,7 @@ def _show_rich(sections: Sequence[Section]) -> None:
             console.print(note, style="dim", markup=False)
         console.print()
     goals = Table(title="Goals", title_justify="left")
-    for column in _GOAL_COLUMNS:
+    for column in GOAL_COLUMNS:
         goals.add_column(column)
     for section in sections:
         for goal in section.goals:
@@ -166,7 +168,7 @@ def _show_plain(sections: Sequence[Section]) -> None:
             print(f"  {note}")
         print()
     print("Goals")
-    _print_columns(_GOAL_COLUMNS, [_goal_cells(goal) for section in sections for goal in section.goals])
+    _print_columns(GOAL_COLUMNS, [_goal_cells(goal) for section in sections for goal in section.goals])
 
 
 def _print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

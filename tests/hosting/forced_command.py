@@ -15,5 +15,7 @@ if __name__ == "__main__":
     if containment.PID_NAMESPACE not in allowed:
         without: Any = lambda: False  # noqa: E731
         containment.namespaces_work = without
-        command_supervisor.BACKSTOP_ALONE_US = 30_000_000  # whoever stops it for a moment may be slow to let it go on
+        command_supervisor.BACKSTOP_ALONE_US = (
+            30_000_000  # whoever stops it for a moment may be slow to let it go on
+        )
     sys.exit(command_supervisor.main())

@@ -191,7 +191,10 @@ def alarm(seconds: float, error: type[BaseException]) -> Iterator[None]:
 def test_the_answer_to_a_call_that_was_left_is_nobodys(worker: LocalWorker) -> None:
     """A signal handler's exception leaves the call: it is interrupted there, and what it answers is not the next one's result."""
     begun = time.monotonic()
-    with pytest.raises(TimeoutError), alarm(0.1, TimeoutError):  # on a crowded machine it rings before the call
+    with (
+        pytest.raises(TimeoutError),
+        alarm(0.1, TimeoutError),
+    ):  # on a crowded machine it rings before the call
         run(worker, lambda: time.sleep(30) or "late")
     assert run(worker, lambda: "mine") == "mine"
     assert time.monotonic() - begun < 10

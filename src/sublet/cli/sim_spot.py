@@ -27,7 +27,7 @@ from sublet.sim.spot import (
 )
 from sublet.sim.traces import KINDS, Availability, read_availability
 
-#: What was measured here for 1.07 GB (docs/benchmarks.md): bytes a second to copy away, to make durable, to read back; and to start a process.
+#: What was measured here for 1.07 GB (docs/explain/figures.md): bytes a second to copy away, to make durable, to read back; and to start a process.
 COPIED, WRITTEN, READ = 12_000_000_000, 2_000_000_000, 3_000_000_000
 START_US = 15 * SECOND_US
 _FORMATS = "; ".join(f"{','.join(columns)} ({says})" for columns, says in KINDS.items())
