@@ -47,8 +47,8 @@ def run(server: PostgresServer, url: str) -> Section:
         section.notes.append("pgbench is not installed: nothing to compare with (Debian: postgresql-contrib)")
         return section
     section.notes.append(
-        "Clients are Python processes on the server's own cores. Every acquire and release locks the pool's row, and an acquire holds "
-        "it until its commit is on disk: leases of one pool are one queue, however many processes ask."
+        "Clients are Python processes on the server's own cores. Every acquire and release locks the pool's row: leases of one pool are one "
+        "queue, however many processes ask. The disk is waited for outside of it."
     )
     _init(pgbench, server)
     hosts = furnish(on_postgres(url, "crowd"), devices=16, per_host=2)
