@@ -437,8 +437,8 @@ def test_an_interrupt_before_the_call_has_begun_is_not_lost(
         return "begun" in here()
 
     shown(worker, talk, 1)
-    interrupts(0.2)
     with pytest.raises(KeyboardInterrupt):
+        interrupts(0.2)
         shown(worker, begin, SlowToArrive())
     assert not shown(worker, begun)
 
@@ -448,8 +448,10 @@ def test_an_interrupt_is_never_the_next_calls(
 ) -> None:
     """Pressed just as a call is over, it may count or not; the call after it is not hit."""
     for n in range(12):
-        pressed = interrupts(0.03)
-        with contextlib.suppress(KeyboardInterrupt):  # it came between the calls
+        with contextlib.suppress(
+            KeyboardInterrupt
+        ):  # it came between the calls, or on a crowded machine before the first
+            pressed = interrupts(0.03)
             assert shown(worker, sleep_through, 0.02 + n / 1000) in ("slept", "interrupted")
             assert shown(worker, sleep_through, 0.05) in ("slept", "interrupted")
             pressed.join()
@@ -516,9 +518,9 @@ def test_a_second_interrupt_ends_a_worker_that_ignores_the_first(
             except KeyboardInterrupt:
                 continue
 
-    interrupts(0.2)
-    interrupts(0.5)
     with pytest.raises(KeyboardInterrupt):
+        interrupts(0.2)
+        interrupts(0.5)
         shown(worker, ignore)
     with pytest.raises(WorkerLost):
         shown(worker, ignore)

@@ -164,7 +164,9 @@ def test_a_deadlock_is_tried_again(postgres: Rig) -> None:
     for thread in threads:
         thread.join(30)
     assert failed == []
-    assert len(tries) == 3
+    assert (
+        len(tries) >= 3
+    )  # one of them was ended at least once; on a crowded machine it may meet the other again
     assert postgres.sql("SELECT weight FROM tenant") == [(101,), (101,)]
 
 

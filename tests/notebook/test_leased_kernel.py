@@ -528,13 +528,17 @@ def test_a_warning_of_the_machine_reaches_the_kernel(
     notebook = room.open()
     begun: Any = lambda ran: "begun" in ran.stdout  # noqa: E731
     notebook.run(
-        "import sublet, time; print('begun')\nwhile not sublet.lease().warned: time.sleep(0.01)", until=begun
+        "import sublet, time; print('begun')\nwhile not sublet.lease().warned: time.sleep(0.01)\nprint('warned')\n"
+        "while True: time.sleep(0.01)",
+        until=begun,
     )
     now = CLOCK.monotonic_us()
     gone = Notice(source="gce", reason="the VM is taken back", deadline_us=now + 30_000_000)
     write_notice(tmp_path / "notice", gone, now)
-    ran = notebook.follow(notebook.number)
-    assert "s (the VM is taken back). This kernel ends with it: save what you need now." in ran.stderr
+    words = "s (the VM is taken back). This kernel ends with it: save what you need now."
+    notebook.follow(notebook.number, until=lambda ran: words in ran.stderr and "warned" in ran.stdout)
+    notebook.manager.interrupt_kernel()
+    assert notebook.follow(notebook.number).status == "error"
     told = notebook.run("import os; print(open(os.environ['SUBLET_NOTICE_FILE']).read())").stdout
     assert json.loads(told)["reason"] == "the VM is taken back"
     kernel: Any = notebook.manager.provisioner

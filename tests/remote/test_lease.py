@@ -233,11 +233,11 @@ def test_ctrl_c_interrupts_the_call_there_and_the_lease_stays(lease: RemoteLease
             print("interrupted there", flush=True)
         return "slept"  # whoever interrupted it is not given an answer, as without a studio
 
-    threading.Timer(
-        0.7, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    ).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(
+            0.7, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        ).start()
         lease.run(sleeps)
     assert time.monotonic() - began < 30
     assert lease.status == "active"
@@ -258,9 +258,9 @@ def test_a_second_ctrl_c_does_not_wait_and_ends_the_session(studio: sublet.Studi
     with studio.gpu(vram="1GiB") as lease:
         lease.run(len, "")
         began = time.monotonic()
-        for after in (0.7, 2.0):
-            threading.Timer(after, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
+            for after in (0.7, 2.0):
+                threading.Timer(after, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
             lease.run(stubborn)
         assert time.monotonic() - began < 30
         assert lease.status == "ended"
