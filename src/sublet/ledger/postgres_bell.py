@@ -19,6 +19,8 @@ from sublet.ledger.tx import Row
 CHANNEL = "sublet"
 #: Rings within it go out together: a NOTIFY costs the server about as much as a renewal.
 DEBOUNCE_SECONDS = 0.003
+#: And a process that rings all the time rings so often: whoever wakes up looks at everything there is.
+APART_SECONDS = 0.02
 #: How often the listener looks whether it is still wanted, and how long it waits after a lost connection.
 LOOK_SECONDS = 1.0
 AGAIN_SECONDS = 0.2
@@ -41,11 +43,12 @@ class Notifier:
 
     def _loop(self) -> None:
         connection: psycopg.Connection[Row] | None = None
+        sent_at = float("-inf")
         while True:
             wanted = self._topics.get()
             if wanted is None:
                 break
-            time.sleep(DEBOUNCE_SECONDS)
+            time.sleep(max(DEBOUNCE_SECONDS, sent_at + APART_SECONDS - time.monotonic()))
             topics = set(wanted)
             with contextlib.suppress(queue.Empty):
                 while len(topics) < 64:
@@ -53,6 +56,7 @@ class Notifier:
                     if more is None:
                         return
                     topics |= more
+            sent_at = time.monotonic()
             try:
                 if connection is None or connection.closed:
                     connection = self._connect()
