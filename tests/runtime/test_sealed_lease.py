@@ -116,7 +116,7 @@ def test_a_killed_worker_ends_its_lease_and_its_scratch(sqlite_home: Home, lease
 def test_a_killed_supervisor_ends_its_lease_and_its_scratch(sqlite_home: Home, lease: Lease) -> None:
     worker = worker_of(lease)
     os.kill(worker.holder.pid, signal.SIGKILL)
-    with pytest.raises(WorkerLost):
+    with pytest.raises((WorkerLost, LeaseLost)):  # the warden may have been quicker than the call
         run(lease, "import time\ntime.sleep(60)")
     wait_until(lambda: wiring.open_ledger(sqlite_home.settings).look(lease.id).lease.settled_at)
     wait_until(lambda: not os.path.exists(worker.scratch), 10)
