@@ -13,6 +13,7 @@ from sublet.core.errors import SubletError
 from sublet.core.journal import (
     GENESIS,
     MAIN,
+    Chain,
     Entry,
     Fault,
     StrandEnd,
@@ -20,7 +21,6 @@ from sublet.core.journal import (
     entry_hash,
     job_strand,
     lease_strand,
-    verify_strand,
 )
 
 from .pool import NOW
@@ -53,7 +53,8 @@ def end_of(rows: list[Entry], anchor: str = GENESIS) -> StrandEnd:
 
 
 def faults(rows: list[Entry], end: StrandEnd, *, strand: str = MAIN, anchor: str = GENESIS) -> list[Fault]:
-    return list(verify_strand(strand, rows, anchor, end))
+    walked = Chain(strand, anchor)
+    return [fault for row in rows for fault in walked.add(row)] + list(walked.close(end))
 
 
 @quick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from sublet.core.errors import SubletError
 from sublet.core.journal import entry_hash
 from sublet.core.lease import EndReason
-from sublet.ports.ledger import LeaseKey
+from sublet.ports.ledger import Answer, LeaseKey
 
 from .rig import MINUTE, TABLES, Rig, a_step
 
@@ -242,3 +243,29 @@ def test_the_files_of_a_ledger_hold_no_secret(sqlite: Rig) -> None:
     for file in path.parent.glob(f"{path.name}*"):
         if file.is_file():
             assert b"canary-on-disk" not in file.read_bytes()
+
+
+def test_rows_are_not_kept_while_they_are_verified(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal may have more rows than fit into memory."""
+    monkeypatch.setattr("sublet.ledger.postgres.STREAMED_ROWS", 100)
+    rig.tenant("ada")
+    rig.device("gpu0", 80)
+    held = rig.ask(10)
+
+    def peak_with(rows: int) -> int:
+        while True:
+            found = rig.ledger.renew_many([(rig.key(held), True)] * min(100, rows))
+            assert all(isinstance(answer, Answer) for answer in found)
+            rows -= len(found)
+            if rows <= 0:
+                break
+        tracemalloc.start()
+        try:
+            assert rig.ledger.verify().faults == ()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_with(300)  # whatever is made once
+    few, many = peak_with(100), peak_with(4000)
+    assert many < few + 200_000

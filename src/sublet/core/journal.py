@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sublet.core.errors import InvariantBroken
@@ -123,13 +123,3 @@ def _hash_of(previous: str, strand: str, entry: Entry) -> str:
     return entry_hash(
         previous, strand, entry.seq, entry.at, entry.kind, entry.tenant, entry.subject, entry.body
     )
-
-
-def verify_strand(
-    strand: str, entries: Iterable[Entry], anchor: str, end: StrandEnd, after: int = 0
-) -> Iterator[Fault]:
-    """Walk one strand from its anchor to its stored end. `entries` come in the order they are stored."""
-    chain = Chain(strand, anchor, after)
-    for entry in entries:
-        yield from chain.add(entry)
-    yield from chain.close(end)
