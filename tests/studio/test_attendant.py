@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import threading
 
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.session import SessionStatus
@@ -123,6 +125,22 @@ def test_with_the_attendant_its_workers_go_and_its_waiters_wait_again(attended: 
     wait_until(lambda: attended.status(waiter, "bea") is SessionStatus.ACTIVE, 60)
     attended.ledger.resume_session(active, "ann")
     attended.becomes("waiting", active)
+
+
+def test_a_lock_that_outlived_its_attendant_is_waited_for(attended_here: Attended) -> None:
+    """K3: killed while it started a process, it leaves its lock with that one for a moment. Another is started when that is over."""
+    settings = attended_here.settings
+    dead = attended_here.kill_attendant()
+    fd = os.open(finding.lock_path(settings), os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert os.pread(fd, 100, 0).split() == [str(dead).encode(), b"ready"]
+    assert not finding.attendant_alive(settings)
+    later = threading.Timer(0.5, os.close, (fd,))
+    later.start()
+    finding.ensure_attendant(settings)
+    assert not later.is_alive()
+    assert finding.attendant_pid(settings) not in (0, dead)
+    assert finding.attendant_alive(settings)
 
 
 def test_there_is_one_attendant_and_sigterm_ends_it(attended_here: Attended) -> None:

@@ -45,10 +45,23 @@ def attendant_pid(settings: Settings) -> int:
     return pid if running else 0
 
 
+def _look(settings: Settings) -> tuple[bool, bool]:
+    """Is the lock held, and does its holder take calls. One that was killed while it started a process leaves its lock with that one
+    until it has become another program: a lock whose holder is gone is held, and nobody takes calls."""
+    running, ready, pid = state_of(lock_path(settings))
+    if ready:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            ready = False
+        except PermissionError:
+            pass  # another user's, and alive
+    return running, ready
+
+
 def attendant_alive(settings: Settings) -> bool:
     """It runs, and takes calls."""
-    _, ready, _ = state_of(lock_path(settings))
-    return ready
+    return _look(settings)[1]
 
 
 def ensure_attendant(settings: Settings, *, wait: bool = True) -> None:
@@ -56,11 +69,11 @@ def ensure_attendant(settings: Settings, *, wait: bool = True) -> None:
     deadline = time.monotonic() + START_SECONDS
     started = 0
     while True:
-        running, ready, _ = state_of(lock_path(settings))
+        running, ready = _look(settings)
         if ready:
             return
         if not running and started and not os.path.exists(f"/proc/{started}"):
-            if state_of(lock_path(settings))[0]:
+            if _look(settings)[0]:
                 continue  # another process's start won
             raise Misconfigured(
                 f"the attendant, which holds sessions, could not start: {last_line(settings.home / 'attendant.log')}",
