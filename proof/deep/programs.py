@@ -477,6 +477,8 @@ def warden(w: World, p: Process) -> Program:
         try:
             if rounds % 8 == 0:
                 yield call("report_host", p.host, w.devices_of(p.host))
+            else:
+                yield call("beat_host", p.host)
             rounds += 1
             yield call("tick", p.host)
             asked = p.local()

@@ -733,8 +733,9 @@ class World:
         self.mix = calm(self.mix)
         self.cut_until.clear()
         self.down_until = 0
-        for process in self.processes.values():
-            process.paused_until = 0
+        # A pause that has begun goes on to its end, and a host whose warden it is may be given up meanwhile: its devices are withheld until
+        # somebody has looked at them, which is what happens next.
+        self.run_until(max((process.paused_until for process in self.processes.values()), default=self.at))
         for host in self.hosts():
             for device in self.devices_of(host):
                 if self.engine.rows("SELECT 1 FROM device WHERE id = ? AND state <> 'ready'", device.id):

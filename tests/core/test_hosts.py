@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sublet.core.device import Device, DeviceState
-from sublet.core.hosts import Host, Loss, Moves, Stays, given_up, gone, losses, may_move, silent
+from sublet.core.hosts import (
+    Host,
+    Loss,
+    Moves,
+    Stays,
+    given_up,
+    gone,
+    losses,
+    may_move,
+    nobody_heard_us,
+    silent,
+)
 from sublet.core.lease import Holder, Lease, LeaseState, Request
 from sublet.core.policy import Policy
 from sublet.core.values import SECOND_US
@@ -117,3 +128,10 @@ def test_the_steps_come_one_after_the_other(seen_at: int, state: DeviceState, le
     if isinstance(may_move(replace(DEVICE, state=state, leases=leases), host, POLICY, NOW), Moves):
         assert not leases
         assert losses([host], "x", POLICY, NOW) or state is DeviceState.LOST
+
+
+def test_nobody_heard_is_longer_than_one_may_be_silent() -> None:
+    """K1: one who is heard is enough for the silence of the others to count."""
+    assert nobody_heard_us([GONE, HEARD], POLICY, NOW) == 0
+    assert nobody_heard_us([GONE, SILENT], POLICY, NOW) == POLICY.host_silence_us + 1
+    assert nobody_heard_us([], POLICY, NOW) == 0

@@ -89,6 +89,14 @@ class Rig:
     def advance(self, us: int) -> None:
         self._advance(self.ledger, us)
 
+    def while_heard(self, us: int, *hosts: str) -> None:
+        """Time passes in which the wardens of these hosts are heard, and no others."""
+        step = self.ledger.policy().host_silence_us // 2
+        for passed in range(0, us, step):
+            self.advance(min(step, us - passed))
+            for host in hosts:
+                self.ledger.beat_host(host)
+
     def later(self, us: int, *waiting: Answer) -> None:
         """Time passes while the host's warden and these waiters give signs of life."""
         self.advance(us)

@@ -1000,8 +1000,7 @@ def test_waiters_are_dropped_for_silence_and_for_time(pool: Rig) -> None:
 
 def test_silent_hosts_lose_their_devices(pool: Rig) -> None:
     pool.device("far0", 80, host="node-b")
-    pool.advance(pool.ledger.policy().host_silence_us + SECOND)
-    pool.ledger.beat_host("node-b")
+    pool.while_heard(pool.ledger.policy().host_silence_us + SECOND, "node-b")
     pool.ledger.tick()
     states = {d.id: d.state for d in pool.ledger.devices()}
     assert states == {"gpu0": DeviceState.LOST, "far0": DeviceState.READY}

@@ -396,10 +396,9 @@ def test_k1_k3_a_silent_host_ends_the_gang_and_keeps_its_slices_until_it_has_loo
     answer = gang(pool, 4, ttl_us=60 * MINUTE)
     first, second = seats(pool, answer)
     sit(pool, answer)
-    pool.advance(pool.ledger.policy().host_silence_us + SECOND)
-    for host in HOSTS:
-        if host != second:
-            pool.ledger.beat_host(host)
+    pool.while_heard(
+        pool.ledger.policy().host_silence_us + SECOND, *(host for host in HOSTS if host != second)
+    )
     pool.ledger.tick(first)
     ended = pool.look(answer)
     assert (ended.state, ended.reason) == (LeaseState.ENDED, EndReason.DEVICE_LOST)
@@ -437,10 +436,7 @@ def test_a_host_that_does_not_come_back_is_given_up_alone(pool: Rig) -> None:
     sit(pool, answer)
     lose(pool, answer, second)
     settle(pool, answer, first)
-    pool.advance(MINUTE + pool.ledger.policy().host_gone_us)
-    for host in HOSTS:
-        if host != second:
-            pool.ledger.beat_host(host)
+    pool.while_heard(MINUTE + pool.ledger.policy().host_gone_us, *(host for host in HOSTS if host != second))
     pool.ledger.tick(first)
     assert pool.look(answer).settled_at
     assert {d.host for d in pool.ledger.devices() if d.state is DeviceState.QUARANTINED} == {second}
@@ -453,9 +449,7 @@ def test_a_gang_of_a_silent_asker_is_not_settled_for_it(pool: Rig) -> None:
     answer = gang(pool, 4, ttl_us=MINUTE, host="laptop")
     sit(pool, answer)
     for _ in range(2):
-        pool.advance(MINUTE + pool.ledger.policy().host_gone_us)
-        for host in HOSTS:
-            pool.ledger.beat_host(host)
+        pool.while_heard(MINUTE + pool.ledger.policy().host_gone_us, *HOSTS)
         pool.ledger.tick("host-a")
     ended = pool.look(answer)
     assert ended.state is LeaseState.ENDED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 
 import pytest
@@ -115,15 +116,13 @@ def test_a_host_that_does_not_come_back_is_given_up_and_its_tenants_are_free(poo
     pool.device("far0", 1, host=THERE)
     answer = pool.ask(80, pid=4242, ttl_us=MINUTE, lease_id="gone")
     gone_us = pool.ledger.policy().host_gone_us
-    pool.advance(2 * MINUTE)
-    pool.ledger.beat_host(THERE)
+    pool.while_heard(2 * MINUTE, THERE)
     pool.ledger.tick(THERE)
     ended = pool.look(answer)
     assert (ended.state, ended.reason, ended.settled_at) == (LeaseState.ENDED, EndReason.EXPIRED, 0)
     assert pool.ledger.tenant("ada").live_leases == 1
     assert only(pool).state is DeviceState.LOST
-    pool.advance(gone_us)
-    pool.ledger.beat_host(THERE)
+    pool.while_heard(gone_us, THERE)
     pool.ledger.tick(THERE)
     assert pool.look(answer).settled_at
     assert pool.ledger.tenant("ada").live_leases == 0
@@ -139,9 +138,8 @@ def test_a_silent_host_whose_holder_still_renews_is_not_given_up(pool: Rig) -> N
     pool.device("far0", 1, host=THERE)
     answer = pool.ask(80, pid=4242, ttl_us=5 * MINUTE)
     for _ in range(6):
-        pool.advance(3 * MINUTE)
+        pool.while_heard(3 * MINUTE, THERE)
         pool.ledger.renew(pool.key(answer))
-        pool.ledger.beat_host(THERE)
         pool.ledger.tick(THERE)
     assert pool.look(answer).state is LeaseState.ACTIVE
     assert only(pool).leases == 1
@@ -166,8 +164,32 @@ def test_a_revoked_holder_that_could_not_hear_of_it_keeps_its_memory_until_it_wo
         answer.lease.id, reason=EndReason.REVOKED, detail="maintenance", grace_us=SECOND, actor="root"
     )
     for minutes, settled in ((15, False), (40, False), (10, True)):
-        pool.advance(minutes * MINUTE)
-        pool.ledger.beat_host(THERE)
+        pool.while_heard(minutes * MINUTE, THERE)
         pool.ledger.tick(THERE)
         assert pool.look(answer).state is LeaseState.ENDED
         assert bool(pool.look(answer).settled_at) is settled, minutes
+
+
+@pytest.mark.parametrize("away", [2, 100])
+def test_a_time_in_which_nobody_was_heard_is_nobodys_silence(pool: Rig, away: int) -> None:
+    """K1, K3: the ledger was away, or was put back from an old backup. Who is back first judges the others only by what it has heard of them since."""
+    gone_us = pool.ledger.policy().host_gone_us
+    pool.device("far0", 1, host=THERE)
+    answer = pool.ask(80, pid=4242, ttl_us=MINUTE)
+    pool.advance(away * gone_us)
+    for _ in range(2):
+        pool.ledger.beat_host(THERE)
+        pool.ledger.tick(THERE)
+    assert pool.look(answer).state is LeaseState.ENDED
+    assert only(pool).state is DeviceState.READY
+    assert not pool.look(answer).settled_at, "its own warden may be on its way"
+    [(told,)] = pool.sql("SELECT body FROM journal WHERE kind = 'host.unheard'")
+    assert abs(json.loads(told)["for_us"] - away * gone_us) < MINUTE
+    # It does not come: from here on its silence counts.
+    pool.while_heard(gone_us - MINUTE, THERE)
+    pool.ledger.tick(THERE)
+    assert (only(pool).state, pool.look(answer).settled_at) == (DeviceState.LOST, 0)
+    pool.while_heard(2 * MINUTE, THERE)
+    pool.ledger.tick(THERE)
+    assert only(pool).state is DeviceState.QUARANTINED
+    assert not pool.faults()

@@ -6,6 +6,7 @@ Rules of this file:
 - Three steps, each later than the one before. Its devices are granted to nobody. One with nothing left on it may be another's: a cloud gives
   the same GPU to the next machine, under another name. What is still not settled after long goes back unproven, and its device is withheld.
 - Whoever asks is heard: no host is silent to itself.
+- A time in which nobody at all was heard is nobody's silence: the ledger was away, or was put back from a backup. Each has all its time again.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ class Stays:
 def silent(host: Host | None, for_us: int, now: int) -> bool:
     """None: no warden of that name was ever heard of, or the host was given back."""
     return host is None or host.seen_at < now - for_us
+
+
+def nobody_heard_us(hosts: Iterable[Host], policy: Policy, now: int) -> int:
+    """How long nobody was heard, when that is longer than one may be silent; else 0."""
+    newest = max((host.seen_at for host in hosts), default=now)
+    return now - newest if newest < now - policy.host_silence_us else 0
 
 
 def losses(hosts: Iterable[Host], asking: str, policy: Policy, now: int) -> list[Loss]:

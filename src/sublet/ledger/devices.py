@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from sublet.core.device import Device, DeviceState
 from sublet.core.errors import BadInput, NotFound, SubletError
-from sublet.core.hosts import Host, Moves, Stays, may_move
+from sublet.core.hosts import Host, Moves, Stays, may_move, nobody_heard_us
 from sublet.ledger.rows import DEVICE_COLUMNS, SELECT_DEVICE, device_of
-from sublet.ledger.tx import Tx, write_main
+from sublet.ledger.tx import Tx, policy_of, write_main
 from sublet.ledger.waitlist import hand_out
 from sublet.ports.ledger import FoundDevice
 from sublet.ports.topics import SCHEDULE_TOPIC
@@ -111,11 +111,27 @@ def _move(tx: Tx, device: FoundDevice, old: Device, host: str, decision: Moves) 
 
 
 def _beat(tx: Tx, host: str) -> None:
+    # Looked at without a lock, for every host beats all the time; and again with it before anything is changed.
+    if _unheard_us(tx) and (unheard := _unheard_us(tx, locked=True)):
+        tx.run("UPDATE host SET seen_at = seen_at + ?", unheard)
+        write_main(
+            tx, "host.unheard", "", host, {"for_us": unheard, "reason": "nobody was heard: nobody's silence"}
+        )
     tx.run(
         "INSERT INTO host (name, seen_at) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET seen_at = excluded.seen_at",
         host,
         tx.now,
     )
+
+
+def _unheard_us(tx: Tx, *, locked: bool = False) -> int:
+    if locked:
+        policy = tx.pool.policy
+    else:
+        row = tx.row("SELECT policy FROM pool WHERE id = 1")
+        assert row is not None
+        policy = policy_of(row[0])
+    return nobody_heard_us(load_hosts(tx), policy, tx.now)
 
 
 def beat_host(tx: Tx, host: str) -> None:

@@ -295,6 +295,9 @@ class Warden:
             now = self._clock.monotonic_us()
             try:
                 self._ledger_busy_since = now
+                if now >= beat_at:  # before it judges others: after an outage of the ledger nobody was heard
+                    self._ledger.beat_host(self._host)
+                    beat_at = now + BEAT_US
                 self._end_lost()
                 self._settle()
                 self._refresh()
@@ -304,9 +307,6 @@ class Warden:
                 if now >= neighbours_at:
                     self._look_after_neighbours()
                     neighbours_at = now + NEIGHBOURS_US
-                if now >= beat_at:
-                    self._ledger.beat_host(self._host)
-                    beat_at = now + BEAT_US
                 if probe_at and (now >= probe_at or self._taken_for_lost()):
                     self.report()
                 if now >= probe_at:
