@@ -22,6 +22,7 @@ import pytest
 
 from sublet import wiring
 from sublet.core.errors import Misconfigured
+from sublet.core.session import SessionStatus, status
 from sublet.core.tenancy import Tenant
 from sublet.core.token import Scope
 from sublet.ports.ledger import Ledger
@@ -291,3 +292,26 @@ def test_a_token_is_never_written_down(served_here: Home) -> None:
     lines = [json.loads(line) for line in served.errors if line.startswith("{")]
     assert len([x for x in lines if x["what"] == "request"]) >= 15
     assert all(x["route"].startswith(("/", "-")) for x in lines if x["what"] == "request")
+
+
+def test_an_attendant_that_was_killed_is_started_again_though_nobody_asks(served_here: Home) -> None:
+    """K3: whoever waits asks for nothing, and is served."""
+    served = serve(served_here)
+    ledger = wiring.open_ledger(served_here.settings)
+    token = user_token(ledger, "ann")
+    _, first = served.ask("POST", "/v1/sessions", token, {"vram": "12GiB"})
+    wait_until(lambda: served.ask("GET", f"/v1/sessions/{first['id']}", token)[1]["status"] == "active")
+    _, second = served.ask("POST", "/v1/sessions", token, {"vram": "12GiB"})
+    wait_until(lambda: served.ask("GET", f"/v1/sessions/{second['id']}", token)[1]["status"] == "waiting")
+    pid = finding.attendant_pid(served_here.settings)
+    os.kill(pid, signal.SIGKILL)
+    # Looked at in the ledger: a request would be a reason to start one.
+    wait_until(lambda: status_of(ledger, second["id"]) is SessionStatus.ACTIVE)
+    assert finding.attendant_pid(served_here.settings) not in (0, pid)
+    assert status_of(ledger, first["id"]) is SessionStatus.SUSPENDED
+    assert served.end() == 0
+
+
+def status_of(ledger: Ledger, session_id: str) -> SessionStatus:
+    found = ledger.look_session(session_id, "ann")
+    return status(found.session, found.lease, found.at)

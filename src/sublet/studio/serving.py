@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from sublet.core.errors import Misconfigured
+from sublet.core.errors import Misconfigured, SubletError
 from sublet.core.tenancy import Tenant
 from sublet.core.token import Scope, judge
 from sublet.ports.ledger import Ledger
@@ -41,6 +41,8 @@ LEAVE_SECONDS = 10
 NOTICE_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 1024
+#: How soon an attendant that was killed is missed.
+ATTENDED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +192,30 @@ def serve(
             service = Service(ledger, settings, limits=limits, log=log, metrics_open=metrics_open)
             server = make_server(service, address, proxies)
             await asyncio.get_running_loop().run_in_executor(None, _start_attendant, service)
+            keeping = asyncio.create_task(_keep_attended(service))
             await server.serve([sock])
+            keeping.cancel()
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run())
     finally:
         sock.close()
         log.close()
+
+
+async def _keep_attended(service: Service) -> None:
+    """Whoever waits for a GPU asks for nothing meanwhile: an attendant that was killed is started again all the same."""
+    while True:
+        await asyncio.sleep(ATTENDED_SECONDS)
+        if service.leaving or service.relay.alive():
+            continue
+        try:
+            found = await service.work(lambda: service.ledger.host_sessions(service.host))
+            if any(not answer.session.ended_at for answer in found):  # without sessions it leaves by itself
+                await service.work(service.relay.ensure)
+                service.log.event("attendant", level="warning", error="it was gone, and was started again")
+        except SubletError as e:
+            service.log.event("attendant", level="warning", error=e.message)
 
 
 def _start_attendant(service: Service) -> None:
