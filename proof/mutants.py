@@ -82,7 +82,7 @@ MUTANTS = (
         "        return found is not None and tuple(found) == (lease.epoch, lease.granted_at)\n", "        return True\n",
         "tests/ledger/test_postgres_engine.py::test_a_grant_that_a_crash_took_is_not_told"),
     one("an outage of the ledger is every host's silence", "K3", "core/hosts.py",
-        "    return now - newest if newest < now - policy.host_silence_us else 0\n", "    return 0\n",
+        "    return now - newest if newest < now - bearable_silence_us(policy) else 0\n", "    return 0\n",
         "tests/ledger/test_hosts.py::test_a_time_in_which_nobody_was_heard_is_nobodys_silence"),
     one("a late supervisor is ended before its household", "K2", "hosting/command_supervisor.py",
         "        return deadline_us + (BACKSTOP_US if self._inmate.ends_as_one else BACKSTOP_ALONE_US)\n", "        return deadline_us + BACKSTOP_US\n",

@@ -135,3 +135,6 @@ def test_nobody_heard_is_longer_than_one_may_be_silent() -> None:
     assert nobody_heard_us([GONE, HEARD], POLICY, NOW) == 0
     assert nobody_heard_us([GONE, SILENT], POLICY, NOW) == POLICY.host_silence_us + 1
     assert nobody_heard_us([], POLICY, NOW) == 0
+    # Between two beats nobody is heard, however short a silence the policy bears.
+    impatient = replace(POLICY, host_silence_us=SECOND_US)
+    assert nobody_heard_us([replace(HEARD, seen_at=NOW - 2 * SECOND_US)], impatient, NOW) == 0

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from sublet.core.device import Slice
 from sublet.core.lease import Holder, Lease, fence
-from sublet.core.policy import Policy
-from sublet.core.values import SECOND_US, format_duration
+from sublet.core.values import format_duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +63,6 @@ def still_held(seats: Iterable[Seat]) -> tuple[Slice, ...]:
 def seat_lost(host: str, rank: int, seats: int, what: str) -> str:
     """Why the whole gang ends, in the words of every end for such a reason."""
     return f"its member on {host} (rank {rank} of {seats}) is lost: {what}"
-
-
-#: More than two beats of a warden, whatever the policy says: what is only slow is not taken for lost.
-LEAST_SILENCE_US = 12 * SECOND_US
-
-
-def bearable_silence_us(policy: Policy) -> int:
-    return max(policy.host_silence_us, LEAST_SILENCE_US)
 
 
 def silent(silence_us: int) -> str:

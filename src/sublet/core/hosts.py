@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from sublet.core.device import Device, DeviceState
 from sublet.core.lease import Lease, LeaseState
 from sublet.core.policy import Policy
-from sublet.core.values import format_duration
+from sublet.core.values import SECOND_US, format_duration
+
+#: More than two beats of a warden, whatever the policy says: what is only slow is not taken for lost.
+LEAST_SILENCE_US = 12 * SECOND_US
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +57,14 @@ def silent(host: Host | None, for_us: int, now: int) -> bool:
     return host is None or host.seen_at < now - for_us
 
 
+def bearable_silence_us(policy: Policy) -> int:
+    return max(policy.host_silence_us, LEAST_SILENCE_US)
+
+
 def nobody_heard_us(hosts: Iterable[Host], policy: Policy, now: int) -> int:
-    """How long nobody was heard, when that is longer than one may be silent; else 0."""
+    """How long nobody was heard, when that is longer than one is silent between two beats; else 0."""
     newest = max((host.seen_at for host in hosts), default=now)
-    return now - newest if newest < now - policy.host_silence_us else 0
+    return now - newest if newest < now - bearable_silence_us(policy) else 0
 
 
 def losses(hosts: Iterable[Host], asking: str, policy: Policy, now: int) -> list[Loss]:

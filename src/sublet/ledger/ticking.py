@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sublet.core import admission, hosts, schedule
 from sublet.core.admission import Grant, Offer
-from sublet.core.gang import bearable_silence_us, silent
+from sublet.core.gang import silent
 from sublet.core.lease import HOLDING, EndReason, Holder, Lease, LeaseState, changed, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.failpoints import failpoint
@@ -109,7 +109,7 @@ def _give_up(tx: Tx, gone: list[hosts.Host]) -> None:
 def _end_broken_gangs(tx: Tx, own: str, known: list[hosts.Host]) -> None:
     """A gang with a seat on a silent host is over: nobody there can say whether its member works, and without it the others cannot. The seat itself
     stays taken until its own warden has looked."""
-    silence_us = bearable_silence_us(tx.pool.policy)
+    silence_us = hosts.bearable_silence_us(tx.pool.policy)
     heard = {host.name: host for host in known}
     for lease_id, name in tx.rows(
         "SELECT l.id, s.host FROM seat s JOIN lease l ON l.id = s.lease_id "
