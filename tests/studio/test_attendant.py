@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import subprocess
 import threading
+
+import pytest
 
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.session import SessionStatus
@@ -127,13 +130,18 @@ def test_with_the_attendant_its_workers_go_and_its_waiters_wait_again(attended: 
     attended.becomes("waiting", active)
 
 
-def test_a_lock_that_outlived_its_attendant_is_waited_for(attended_here: Attended) -> None:
+@pytest.mark.parametrize("waited_for", [True, False], ids=["gone", "a zombie"])
+def test_a_lock_that_outlived_its_attendant_is_waited_for(attended_here: Attended, waited_for: bool) -> None:
     """K3: killed while it started a process, it leaves its lock with that one for a moment. Another is started when that is over."""
     settings = attended_here.settings
     dead = attended_here.kill_attendant()
     fd = os.open(finding.lock_path(settings), os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     assert os.pread(fd, 100, 0).split() == [str(dead).encode(), b"ready"]
+    if not waited_for:
+        ended = subprocess.Popen(["true"])
+        wait_until(lambda: process_is_gone(ended.pid))
+        os.pwrite(fd, f"{ended.pid} ready\n".encode(), 0)
     assert not finding.attendant_alive(settings)
     later = threading.Timer(0.5, os.close, (fd,))
     later.start()

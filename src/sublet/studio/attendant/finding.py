@@ -17,6 +17,7 @@ from pathlib import Path
 from sublet.core.errors import Disconnected, Misconfigured
 from sublet.hosting.channel import reachable
 from sublet.hosting.detached import last_line, spawn_detached
+from sublet.hosting.processes import read_stat
 from sublet.hosting.single import state_of
 from sublet.settings import Settings
 from sublet.wiring import resolved_environment
@@ -49,14 +50,18 @@ def _look(settings: Settings) -> tuple[bool, bool]:
     """Is the lock held, and does its holder take calls. One that was killed while it started a process leaves its lock with that one
     until it has become another program: a lock whose holder is gone is held, and nobody takes calls."""
     running, ready, pid = state_of(lock_path(settings))
-    if ready:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            ready = False
-        except PermissionError:
-            pass  # another user's, and alive
-    return running, ready
+    return running, ready and not _is_gone(pid)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # another user's
+    found = read_stat(pid)
+    return found is not None and found.exiting  # nobody may have asked for its status yet
 
 
 def attendant_alive(settings: Settings) -> bool:
