@@ -114,13 +114,12 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _goal_cells(goal: Goal) -> list[str]:
-    sign = "<=" if goal.at_most else ">="
+def goal_cells(goal: Goal, at_most: str = "<=", at_least: str = ">=") -> list[str]:
     digits = 0 if goal.unit == "%" else 2
     return [
         goal.what,
         f"{goal.measured:.{digits}f} {goal.unit}",
-        f"{sign} {goal.wanted:g} {goal.unit}",
+        f"{at_most if goal.at_most else at_least} {goal.wanted:g} {goal.unit}",
         "reached" if goal.reached else "NOT REACHED",
     ]
 
@@ -156,7 +155,7 @@ def _show_rich(sections: Sequence[Section]) -> None:
         goals.add_column(column)
     for section in sections:
         for goal in section.goals:
-            goals.add_row(*_goal_cells(goal), style=None if goal.reached else "bold red")
+            goals.add_row(*goal_cells(goal), style=None if goal.reached else "bold red")
     console.print(goals)
 
 
@@ -168,7 +167,7 @@ def _show_plain(sections: Sequence[Section]) -> None:
             print(f"  {note}")
         print()
     print("Goals")
-    _print_columns(GOAL_COLUMNS, [_goal_cells(goal) for section in sections for goal in section.goals])
+    _print_columns(GOAL_COLUMNS, [goal_cells(goal) for section in sections for goal in section.goals])
 
 
 def _print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

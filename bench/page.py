@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench.measure import GOAL_COLUMNS, MOST_WAITING_PERCENT
+from bench.measure import GOAL_COLUMNS, MOST_WAITING_PERCENT, Goal, goal_cells
 
 #: Whoever is measured beside us, by the package it comes from.
 PEERS = (
@@ -114,13 +114,8 @@ def page(suites: dict[str, dict[str, Any]], missing: list[str], found: dict[str,
 
 
 def _goal(goal: dict[str, Any]) -> list[str]:
-    sign = "≤" if goal["at_most"] else "≥"
-    digits = 0 if goal["unit"] == "%" else 2
-    return [
-        goal["what"],
-        f"{goal['measured']:.{digits}f} {goal['unit']}",
-        f"{sign} {goal['wanted']:g} {goal['unit']}",
-    ]
+    kept = Goal(**{name: value for name, value in goal.items() if name != "reached"})
+    return goal_cells(kept, "≤", "≥")[:3]
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
