@@ -207,15 +207,15 @@ async def _keep_attended(service: Service) -> None:
     """Whoever waits for a GPU asks for nothing meanwhile: an attendant that was killed is started again all the same."""
     while True:
         await asyncio.sleep(ATTENDED_SECONDS)
-        if service.leaving or service.relay.alive():
-            continue
         try:
+            if service.leaving or service.relay.alive():
+                continue
             found = await service.work(lambda: service.ledger.host_sessions(service.host))
             if any(not answer.session.ended_at for answer in found):  # without sessions it leaves by itself
                 await service.work(service.relay.ensure)
                 service.log.event("attendant", level="warning", error="it was gone, and was started again")
-        except SubletError as e:
-            service.log.event("attendant", level="warning", error=e.message)
+        except (SubletError, OSError) as e:  # it looks again, whatever one look came to
+            service.log.event("attendant", level="warning", error=str(e))
 
 
 def _start_attendant(service: Service) -> None:
