@@ -47,6 +47,7 @@ from sublet.ledger.engine import raised
 from sublet.ledger.ledger import SqlLedger, check_request
 from sublet.ledger.lending import AllLent, Lending
 from sublet.ledger.postgres_bell import Listener, Notifier, PostgresBell
+from sublet.ledger.postgres_connection import LedgerConnection
 from sublet.ledger.postgres_driver import pg, psycopg
 from sublet.ledger.postgres_items import PostgresItemVerbs
 from sublet.ledger.rows import SESSION_AND_LEASE, lease_of, of_table
@@ -90,7 +91,7 @@ def _placed(sql: str) -> str:
 class PostgresTx:
     """Implements `ledger.tx.Tx`."""
 
-    def __init__(self, connection: psycopg.Connection[Row], *, writing: bool, again: bool = False) -> None:
+    def __init__(self, connection: LedgerConnection, *, writing: bool, again: bool = False) -> None:
         self.rings: set[str] = set()
         self.again = again
         self._wrote = False
@@ -247,8 +248,8 @@ class PostgresEngine:
 
     # connections
 
-    def connect(self, *, durable: bool = True) -> psycopg.Connection[Row]:
-        connection: psycopg.Connection[Row] = psycopg.connect(
+    def connect(self, *, durable: bool = True) -> LedgerConnection:
+        connection = LedgerConnection.connect(
             self._url,
             autocommit=True,
             connect_timeout=CONNECT_SECONDS,
@@ -263,7 +264,7 @@ class PostgresEngine:
             raise
         return connection
 
-    def _set_up(self, connection: psycopg.Connection[Row], durable: bool) -> None:
+    def _set_up(self, connection: LedgerConnection, durable: bool) -> None:
         row = connection.execute(
             "SELECT set_config('search_path', %s, false), set_config('synchronous_commit', %s, false), "
             "set_config('sublet.skew_us', %s, false), set_config('idle_in_transaction_session_timeout', %s, false), "
@@ -283,13 +284,13 @@ class PostgresEngine:
         if row is not None and row[-1]:
             raise StandbyAnswered
 
-    def _connect_relaxed(self) -> psycopg.Connection[Row]:
+    def _connect_relaxed(self) -> LedgerConnection:
         return self.connect(durable=False)
 
-    def _make_lendings(self) -> dict[bool, Lending[psycopg.Connection[Row]]]:
+    def _make_lendings(self) -> dict[bool, Lending[LedgerConnection]]:
         """By whether a commit waits for the disk."""
 
-        def lending(durable: bool) -> Lending[psycopg.Connection[Row]]:
+        def lending(durable: bool) -> Lending[LedgerConnection]:
             return Lending(
                 lambda: self.connect(durable=durable),
                 lambda connection: connection.close(),
@@ -309,7 +310,7 @@ class PostgresEngine:
             self._lock = threading.Lock()
 
     def _run_on_one(
-        self, durable: bool, work: Callable[[psycopg.Connection[Row]], T], until: float | None = None
+        self, durable: bool, work: Callable[[LedgerConnection], T], until: float | None = None
     ) -> T:
         self._here()
         lending = self._lending[durable]
@@ -334,9 +335,7 @@ class PostgresEngine:
 
     # transactions
 
-    def attempt(
-        self, durable: bool, work: Callable[[psycopg.Connection[Row]], T], patience_us: int | None
-    ) -> T:
+    def attempt(self, durable: bool, work: Callable[[LedgerConnection], T], patience_us: int | None) -> T:
         """Run on a connection; on a lost one run again on a new one until patience is over."""
         patience = self.patience_us if patience_us is None else patience_us
         give_up = time.monotonic() + patience / 1e6
@@ -363,7 +362,7 @@ class PostgresEngine:
     def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T:
         tries = itertools.count()
 
-        def run(connection: psycopg.Connection[Row]) -> tuple[PostgresTx, T]:
+        def run(connection: LedgerConnection) -> tuple[PostgresTx, T]:
             failpoint("before_begin")
             with connection.transaction():
                 tx = PostgresTx(connection, writing=True, again=next(tries) > 0)
@@ -383,7 +382,7 @@ class PostgresEngine:
         if around is not None:
             return work(around)
 
-        def run(connection: psycopg.Connection[Row]) -> T:
+        def run(connection: LedgerConnection) -> T:
             with connection.transaction():
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
                 return work(PostgresTx(connection, writing=False))
@@ -409,11 +408,11 @@ class PostgresEngine:
         """Without `repeat`, None when the connection was lost and the answer with it."""
         tries = itertools.count()
 
-        def run(connection: psycopg.Connection[Row]) -> list[Row] | None:
+        def run(connection: LedgerConnection) -> list[Row] | None:
             if next(tries) and not repeat:
                 return None
             failpoint("before_begin")
-            found = connection.execute(sql, params).fetchall()
+            found = connection.call(sql, params)
             failpoint("after_commit_before_reply")
             return found
 
@@ -648,7 +647,7 @@ class PostgresLedger(PostgresItemVerbs, SqlLedger):
         ordered = sorted(keys, key=lambda k: k[0].lease_id)
         wanted = [(key.lease_id, key.epoch, secret_hash(key.secret), int(busy)) for key, busy in ordered]
 
-        def run(connection: psycopg.Connection[Row]) -> list[Row]:
+        def run(connection: LedgerConnection) -> list[Row]:
             ids, epochs, hashes, busies = (list(column) for column in zip(*wanted, strict=True))
             return connection.execute(
                 "SELECT (r.renewed).*, r.answered_at FROM unnest(%s::text[], %s::bigint[], %s::text[], %s::bigint[]) AS k(id, epoch, hash, busy), "
@@ -748,7 +747,7 @@ class PostgresLedger(PostgresItemVerbs, SqlLedger):
 # --- opening -------------------------------------------------------------------------------------------------
 
 
-def _schema_version(connection: psycopg.Connection[Row], schema: str) -> int:
+def _schema_version(connection: LedgerConnection, schema: str) -> int:
     found = connection.execute("SELECT to_regclass(%s)", (f'"{schema}".meta',)).fetchone()
     if not found or found[0] is None:
         return 0
@@ -764,7 +763,7 @@ def apply_migrations(url: str, clock: Clock) -> list[str]:
         engine.close()
 
 
-def _apply(connection: psycopg.Connection[Row], schema: str, clock: Clock) -> list[str]:
+def _apply(connection: LedgerConnection, schema: str, clock: Clock) -> list[str]:
     if connection.info.server_version < OLDEST_SERVER:
         raise Misconfigured("the PostgreSQL server is older than 14", remedy="use PostgreSQL 14 or newer")
     done: list[str] = []
@@ -789,7 +788,7 @@ def _apply(connection: psycopg.Connection[Row], schema: str, clock: Clock) -> li
     return done
 
 
-def _first_rows(connection: psycopg.Connection[Row], clock: Clock) -> None:
+def _first_rows(connection: LedgerConnection, clock: Clock) -> None:
     connection.execute("INSERT INTO meta VALUES ('incarnation', %s)", (secrets.token_hex(8),))
     connection.execute(
         "INSERT INTO pool VALUES (1, 0, 0, 'server', 0, 0, 0, %s, %s)", (GENESIS, Policy().to_text())

@@ -13,18 +13,18 @@ import threading
 import time
 from collections.abc import Callable
 
+from sublet.ledger.postgres_connection import LedgerConnection
 from sublet.ledger.postgres_driver import psycopg
-from sublet.ledger.tx import Row
 
 CHANNEL = "sublet"
 #: Rings within it go out together: a NOTIFY costs the server about as much as a renewal.
 DEBOUNCE_SECONDS = 0.003
 #: And a process that rings all the time rings so often: whoever wakes up looks at everything there is.
-APART_SECONDS = 0.02
+APART_SECONDS = 0.05
 #: How often the listener looks whether it is still wanted, and how long it waits after a lost connection.
 LOOK_SECONDS = 1.0
 AGAIN_SECONDS = 0.2
-Connect = Callable[[], "psycopg.Connection[Row]"]
+Connect = Callable[[], LedgerConnection]
 
 
 class Notifier:
@@ -42,7 +42,7 @@ class Notifier:
         self._topics.put(None)
 
     def _loop(self) -> None:
-        connection: psycopg.Connection[Row] | None = None
+        connection: LedgerConnection | None = None
         sent_at = float("-inf")
         while True:
             wanted = self._topics.get()
@@ -60,8 +60,8 @@ class Notifier:
             try:
                 if connection is None or connection.closed:
                     connection = self._connect()
-                connection.execute(
-                    "SELECT pg_notify(%s, t) FROM unnest(%s::text[]) t", (CHANNEL, sorted(topics))
+                connection.call(
+                    "SELECT pg_notify(%s, t)::text FROM unnest(%s::text[]) t", (CHANNEL, sorted(topics))
                 )
             except psycopg.Error:
                 # A hint was lost; everybody also polls.
@@ -103,7 +103,7 @@ class Listener:
 
     def _loop(self) -> None:
         while not self._stopped:
-            connection: psycopg.Connection[Row] | None = None
+            connection: LedgerConnection | None = None
             try:
                 connection = self._connect()
                 connection.execute(f"LISTEN {CHANNEL}")
