@@ -39,38 +39,37 @@ class Notifier:
         self._topics.put(topics)
 
     def stop(self) -> None:
+        """Its thread sends what has been rung, closes the connection and ends."""
         self._topics.put(None)
 
     def _loop(self) -> None:
         connection: LedgerConnection | None = None
         sent_at = float("-inf")
-        while True:
-            wanted = self._topics.get()
-            if wanted is None:
-                break
-            time.sleep(max(DEBOUNCE_SECONDS, sent_at + APART_SECONDS - time.monotonic()))
-            topics = set(wanted)
-            with contextlib.suppress(queue.Empty):
-                while len(topics) < 64:
-                    more = self._topics.get_nowait()
-                    if more is None:
-                        return
-                    topics |= more
-            sent_at = time.monotonic()
-            try:
-                if connection is None or connection.closed:
-                    connection = self._connect()
-                connection.call(
-                    "SELECT pg_notify(%s, t)::text FROM unnest(%s::text[]) t", (CHANNEL, sorted(topics))
-                )
-            except psycopg.Error:
-                # A hint was lost; everybody also polls.
-                if connection is not None:
-                    with contextlib.suppress(Exception):
-                        connection.close()
-                connection = None
+        rung: list[set[str] | None] = []
+        while None not in rung:
+            rung = [self._topics.get()]
+            if None not in rung:
+                time.sleep(max(DEBOUNCE_SECONDS, sent_at + APART_SECONDS - time.monotonic()))
+            rung += [self._topics.get() for _ in range(self._topics.qsize())]
+            topics = sorted(set().union(*(some for some in rung if some is not None)))
+            if topics:
+                connection = self._send(topics, connection)
+                sent_at = time.monotonic()
         if connection is not None:
             connection.close()
+
+    def _send(self, topics: list[str], connection: LedgerConnection | None) -> LedgerConnection | None:
+        try:
+            if connection is None or connection.closed:
+                connection = self._connect()
+            connection.call("SELECT pg_notify(%s, t)::text FROM unnest(%s::text[]) t", (CHANNEL, topics))
+            return connection
+        except psycopg.Error:
+            # A hint was lost; everybody also polls.
+            if connection is not None:
+                with contextlib.suppress(Exception):
+                    connection.close()
+            return None
 
 
 class Listener:
