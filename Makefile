@@ -26,6 +26,8 @@ $(VENV)/.dev: $(VENV)/.base
 	  || echo "no gcc: the tests of the CUDA driver cannot build their shim"
 	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq strace >/dev/null; } \
 	  || echo "no strace: the tests that kill at a system call cannot run"
+	@command -v ip >/dev/null && command -v nsenter >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq iproute2 util-linux >/dev/null; } \
+	  || echo "no iproute2: the tests that cut hosts off cannot run"
 	@command -v redis-server >/dev/null && [ -x /usr/lib/rabbitmq/bin/rabbitmq-server ] || { [ "$$(id -u)" = 0 ] && apt-get update -qq \
 	  && RUNLEVEL=1 apt-get install -y -qq redis-server rabbitmq-server >/dev/null; } || echo "no redis-server or rabbitmq-server: the tests of those brokers have no server"
 	@$(PIP) -e '.[dev]'

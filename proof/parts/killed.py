@@ -93,6 +93,19 @@ def leases_and_queues() -> list[Part]:
             counts=printed(leases=r"(\d+) leases, \d+ commits", commits=r"leases, (\d+) commits"),
         ),
         Part(
+            name="partitions",
+            shows="hosts in network namespaces cut off from their PostgreSQL ledger, silently or not, one way or both, for a moment or for longer than a "
+            "lease lasts: nobody works past its lease, nothing granted or committed twice, every job the same to the last bit",
+            rules="K1 K2 L1-L7 S1-S3 S5 S7 S8 T4",
+            command=pytest("tests/storms/test_partitions.py", timeout_s=1500),
+            environment=asked(SUBLET_CUTS=120),
+            expected_s=420,
+            limit_s=1500,
+            counts=printed(
+                cuts_under_random_verbs=r"(\d+) cuts under random", cuts_under_jobs=r"(\d+) cuts under \d+ jobs"
+            ),
+        ),
+        Part(
             name="queue-storm",
             shows="queues and brokers with killed workers: each result stored once",
             rules="S6",

@@ -216,6 +216,29 @@ def test_a_frozen_machine_loses_its_leases_and_its_zombie_writes_nothing(
     assert not ledger.verify().faults
 
 
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_a_machine_that_was_given_up_shows_that_it_is_clean_when_it_is_back(
+    two: tuple[Machine, Machine, Any], how: str
+) -> None:
+    """K1, K3: nobody has to clear what was only withheld because nobody could look."""
+    left, right, ledger = two
+    left.warden(), right.warden()
+    holder = left.start(HOLD, "2s")
+    lease_id, _ = held(holder)
+    left.signal(signal.SIGSTOP if how == "frozen" else signal.SIGKILL)
+    wait_until(lambda: states(ledger)[left.name] is DeviceState.QUARANTINED)
+    if how == "frozen":
+        left.signal(signal.SIGCONT)
+    else:
+        left.warden()
+    wait_until(lambda: states(ledger)[left.name] is DeviceState.READY)
+    assert process_is_gone(holder.pid)
+    [receipt] = [t.receipt for t in ledger.receipts() if t.lease_id == lease_id]
+    assert receipt.proven
+    assert held(left.start(HOLD, "1m"))[1] == left.device
+    assert not ledger.verify().faults
+
+
 def test_a_machine_that_is_given_back_tells_its_holders_and_leaves_clean(
     two: tuple[Machine, Machine, Any],
 ) -> None:

@@ -441,6 +441,15 @@ def test_a_host_that_does_not_come_back_is_given_up_alone(pool: Rig) -> None:
     assert pool.look(answer).settled_at
     assert {d.host for d in pool.ledger.devices() if d.state is DeviceState.QUARANTINED} == {second}
     assert pool.ledger.tenant("ada").live_leases == 0
+    # Its warden is back: it sees its own member, and nothing else of the gang.
+    assert pool.ledger.host_view(first).leases == ()
+    [seen] = pool.ledger.host_view(second).leases
+    assert (seen.holder.host, seen.holder.pid) == (second, member(second).pid)
+    assert {s.device_id for s in seen.slices} == set(seats(pool, answer)[second])
+    assert settle(pool, answer, second)
+    assert {d.state for d in pool.ledger.devices()} == {DeviceState.READY}
+    assert all(t.receipt.proven for t in pool.ledger.receipts())
+    assert not pool.faults()
 
 
 def test_a_gang_of_a_silent_asker_is_not_settled_for_it(pool: Rig) -> None:

@@ -11,6 +11,7 @@ from sublet.core.device import DeviceState
 from sublet.core.errors import BadInput
 from sublet.core.lease import EndReason, Holder, LeaseState, Request
 from sublet.ports.ledger import Answer
+from sublet.ports.processes import Receipt
 
 from .rig import HERE, MINUTE, SECOND, Rig
 
@@ -129,9 +130,111 @@ def test_a_host_that_does_not_come_back_is_given_up_and_its_tenants_are_free(poo
     assert only(pool).state is DeviceState.QUARANTINED
     assert HERE in only(pool).note
     assert pool.kinds("gone")[-1] == "lease.settled"
-    pool.devices({"gpu0": 80})  # it comes back after all: an operator looks first
+    pool.devices({"gpu0": 80})  # it comes back after all: somebody looks first
     assert only(pool).state is DeviceState.QUARANTINED
     assert not pool.faults()
+
+
+PROVEN = Receipt(proven=True, ladder="gone", containment="subreaper", pids=(4242,))
+SEEN_TO_FAIL = Receipt(proven=False, ladder="unproven", containment="", detail="64MiB are still in use")
+
+
+@pytest.fixture
+def given_up(pool: Rig) -> list[Answer]:
+    """Two leases on one device, of a host that was silent for so long."""
+    pool.device("far0", 1, host=THERE)
+    answers = [
+        pool.ask(30, pid=pid, ttl_us=MINUTE, lease_id=name)
+        for name, pid in (("first", 4242), ("second", 4243))
+    ]
+    for _ in range(2):
+        pool.while_heard(MINUTE + pool.ledger.policy().host_gone_us, THERE)
+        pool.ledger.tick(THERE)
+    assert only(pool).state is DeviceState.QUARANTINED
+    assert all(pool.look(answer).settled_at for answer in answers)
+    return answers
+
+
+def looked(pool: Rig, answer: Answer, receipt: Receipt = PROVEN) -> bool:
+    """As its warden does with everything it is shown."""
+    return pool.ledger.settle(answer.lease.id, answer.lease.epoch, receipt, host=HERE)
+
+
+def to_look_at(pool: Rig, host: str = HERE) -> list[str]:
+    return [lease.id for lease in pool.ledger.host_view(host).leases]
+
+
+def test_what_was_given_up_is_shown_to_be_gone_by_its_own_warden(pool: Rig, given_up: list[Answer]) -> None:
+    """K1, K3: the machine was only cut off. Its warden looks at what was given up, and when nothing is left of any of it the device is ready."""
+    first, second = given_up
+    assert to_look_at(pool) == ["first", "second"]
+    assert to_look_at(pool, THERE) == []
+    assert [lease.holder.pid for lease in pool.ledger.host_view(HERE).leases] == [4242, 4243]
+    pool.devices({"gpu0": 80})
+    assert looked(pool, first)
+    assert (only(pool).state, to_look_at(pool)) == (DeviceState.QUARANTINED, ["second"])
+    assert "second" in only(pool).note
+    assert not looked(pool, first), "once is enough"
+    assert looked(pool, second)
+    assert (only(pool).state, only(pool).note, to_look_at(pool)) == (DeviceState.READY, "", [])
+    assert [t.receipt for t in pool.ledger.receipts()] == [PROVEN, PROVEN]
+    assert pool.kinds("gpu0")[-2:] == ["device.quarantined", "device.ready"]
+    assert pool.kinds("first")[-2:] == ["lease.settled", "lease.looked_at"]
+    assert pool.ledger.tenant("ada").live_leases == 0, "given back once"
+    assert only(pool).free_bytes == only(pool).capacity_bytes
+    assert wanting(pool, HERE).lease.state is LeaseState.ACTIVE
+    assert not pool.faults()
+
+
+def test_a_waiter_is_served_by_a_device_that_was_shown_to_be_clean(pool: Rig, given_up: list[Answer]) -> None:
+    pool.devices({"gpu0": 80})
+    waiting = wanting(pool, HERE)
+    for answer in given_up:
+        assert pool.look(waiting).state is LeaseState.WAITING
+        looked(pool, answer)
+    assert pool.look(waiting).state is LeaseState.ACTIVE
+
+
+def test_what_is_left_there_after_all_stays_withheld(pool: Rig, given_up: list[Answer]) -> None:
+    """K1: proof that nothing is left of one lease is none of the other."""
+    first, second = given_up
+    assert looked(pool, first, SEEN_TO_FAIL)
+    assert "64MiB" in only(pool).note
+    assert looked(pool, second)
+    assert only(pool).state is DeviceState.QUARANTINED
+    assert "64MiB" in only(pool).note
+    assert to_look_at(pool) == []
+    assert not looked(pool, first), "an operator is asked now"
+
+
+def test_a_teardown_that_was_seen_to_fail_is_not_forgotten_for_one_nobody_saw(pool: Rig) -> None:
+    """K1: whatever withheld the device first is still there when what was given up is shown to be gone."""
+    pool.device("far0", 1, host=THERE)
+    failed, other = (pool.ask(30, pid=pid, ttl_us=MINUTE) for pid in (4242, 4243))
+    pool.ledger.end(failed.lease.id, failed.lease.epoch, reason=EndReason.HOLDER_LOST, detail="it died")
+    assert looked(pool, failed, SEEN_TO_FAIL)
+    for _ in range(2):
+        pool.while_heard(MINUTE + pool.ledger.policy().host_gone_us, THERE)
+        pool.ledger.tick(THERE)
+    assert to_look_at(pool) == [other.lease.id]
+    assert looked(pool, other)
+    assert only(pool).state is DeviceState.QUARANTINED
+    assert "64MiB" in only(pool).note
+
+
+@pytest.mark.parametrize("state", ["quarantined", "draining"])
+def test_an_operators_word_stands(pool: Rig, given_up: list[Answer], state: str) -> None:
+    pool.ledger.set_device("gpu0", state=state, note="I want to see it", actor="root")
+    for answer in given_up:
+        looked(pool, answer)
+    assert (only(pool).state.value, only(pool).note) == (state, "I want to see it")
+
+
+def test_a_device_that_has_moved_on_is_not_the_old_hosts_to_clear(pool: Rig, given_up: list[Answer]) -> None:
+    pool.device("gpu0", 80, host=THERE)
+    for answer in given_up:
+        looked(pool, answer)
+    assert (only(pool).host, only(pool).state) == (THERE, DeviceState.QUARANTINED)
 
 
 def test_a_silent_host_whose_holder_still_renews_is_not_given_up(pool: Rig) -> None:

@@ -449,6 +449,37 @@ def test_a_waiter_that_is_told_to_stop_leaves_the_waitlist(runs: Runs) -> None:
     assert not [a for a in runs.ledger.leases() if a.lease.state is LeaseState.WAITING]
 
 
+def test_a_waiter_that_lost_its_place_asks_again(runs: Runs) -> None:
+    """S8: nobody heard of it for a while, as when the line was cut: no reason to leave, and no lease was lost either."""
+
+    def waiting() -> list[str]:
+        return [a.lease.id for a in runs.ledger.leases() if a.lease.state is LeaseState.WAITING]
+
+    holder = runs.script("--vram", "16GiB")
+    holder.wait_for_start()
+    run = runs.script("--vram", "1GiB", "--preemptions", "0", until=0)
+    wait_until(waiting, 30)
+    [first] = waiting()
+    runs.ledger.end(first, 0, reason=EndReason.HOLDER_LOST, detail="the waiter fell silent")
+    wait_until(lambda: waiting() not in ([], [first]), 30)
+    holder.process.terminate()
+    assert run.wait() == 0
+    assert "the waiter fell silent; asking again" in run.said
+    assert [line.split()[1] for line in run.starts()] == ["0"]
+    assert (run.exit["restarts"], run.exit["preemptions"]) == (0, 0)
+
+
+def test_a_waiter_that_somebody_withdrew_leaves(runs: Runs) -> None:
+    holder = runs.script("--vram", "16GiB")
+    holder.wait_for_start()
+    run = runs.script("--vram", "1GiB")
+    wait_until(lambda: [a for a in runs.ledger.leases() if a.lease.state is LeaseState.WAITING], 30)
+    [waiting] = [a.lease.id for a in runs.ledger.leases() if a.lease.state is LeaseState.WAITING]
+    revoke(runs, waiting)
+    assert run.wait() == 75
+    assert run.exit["reason"] == "the request was withdrawn: a test wants it"
+
+
 def test_a_killed_waiter_leaves_nothing(runs: Runs) -> None:
     holder = runs.script("--vram", "16GiB")
     holder.wait_for_start()

@@ -30,7 +30,7 @@ class Exclusivity(Enum):
 class DeviceState(Enum):
     READY = "ready"
     DRAINING = "draining"  # live leases go on, no new ones
-    QUARANTINED = "quarantined"  # a teardown was not proven; only an operator clears it
+    QUARANTINED = "quarantined"  # a teardown was not proven; an operator clears it, or proof that came late
     LOST = "lost"  # its host does not report it any more
 
 

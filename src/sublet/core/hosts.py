@@ -4,14 +4,15 @@ Rules of this file:
 - A silent warden may be dead, or only cut off while its holders work on. Nobody else can see which, so nothing of its host is ever called
   clean from outside.
 - Three steps, each later than the one before. Its devices are granted to nobody. One with nothing left on it may be another's: a cloud gives
-  the same GPU to the next machine, under another name. What is still not settled after long goes back unproven, and its device is withheld.
+  the same GPU to the next machine, under another name. What is still not settled after long goes back unproven, and its device is withheld
+  until its own warden is back and shows that nothing is left, or an operator clears it.
 - Whoever asks is heard: no host is silent to itself.
 - A time in which nobody at all was heard is nobody's silence: the ledger was away, or was put back from a backup. Each has all its time again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sublet.core.device import Device, DeviceState
@@ -118,3 +119,16 @@ def given_up(lease: Lease, host: Host, policy: Policy, now: int) -> str:
         f"host {host.name} has been silent for {format_duration(policy.host_gone_us)}: "
         "nobody can see whether its processes are gone"
     )
+
+
+def after_a_look(
+    device: Device, host: str, withheld_for: str, others: Sequence[str]
+) -> tuple[DeviceState, str] | None:
+    """A device was withheld because nobody could see what a lease had left there, and now its own warden has: it is ready, or withheld for one of
+    `others`, who have yet to be looked at. None: what withholds it is another's word, an operator's or of a teardown that was seen to fail; or it is
+    not that host's any more."""
+    if device.state is not DeviceState.QUARANTINED or device.host != host:
+        return None
+    if device.note != withheld_for:
+        return None
+    return (DeviceState.QUARANTINED, others[0]) if others else (DeviceState.READY, "")

@@ -42,7 +42,7 @@ from sublet.core.lease import (
     seat as decide_seat,
 )
 from sublet.core.values import format_duration
-from sublet.ledger import allowances, gangs, receipts
+from sublet.ledger import allowances, gangs, given_up, receipts
 from sublet.ledger import slices as slicing
 from sublet.ledger.credentials import opened, proves, secret_hash
 from sublet.ledger.rows import (
@@ -375,13 +375,30 @@ def settle(tx: Tx, lease_id: str, epoch: int, receipt: Receipt, host: str = "") 
     if row is None:
         return False
     lease = lease_of(row)
-    if lease.epoch != epoch or lease.state is not LeaseState.ENDED or lease.settled_at:
+    if lease.epoch != epoch or lease.state is not LeaseState.ENDED:
         return False
+    left = given_up.look(tx, lease, receipt, host or lease.holder.host)
+    if left is None:
+        left = _settle(tx, lease, receipt, host)
+    if left is None:
+        return False
+    for s in left:
+        withhold(
+            tx, s, receipts.withheld_for(lease.id, receipt.detail), seen=receipt.ladder != given_up.NOBODY_SAW
+        )
+    hand_out(tx)
+    return True
+
+
+def _settle(tx: Tx, lease: Lease, receipt: Receipt, host: str) -> tuple[Slice, ...] | None:
+    """What of it must be withheld; None when it was settled before."""
+    if lease.settled_at:
+        return None
     slices = lease.slices
     if lease.seats:
         settled = gangs.settle(tx, lease, host, receipt)
         if settled is None:
-            return False
+            return None
         slices = settled[0].slices
     else:
         body: dict[str, object] = asdict(receipt)
@@ -389,17 +406,14 @@ def settle(tx: Tx, lease_id: str, epoch: int, receipt: Receipt, host: str = "") 
         receipts.keep(tx, lease, receipt)
         tx.run("UPDATE lease SET settled_at = ? WHERE id = ?", tx.now, lease.id)
         slicing.vacate(tx, lease)
-    if not receipt.proven:
-        note = f"teardown of lease {lease.id} was not proven: {receipt.detail}"
-        for s in slices:
-            withhold(tx, s, note)
-    hand_out(tx)
-    return True
+    return () if receipt.proven else slices
 
 
-def withhold(tx: Tx, s: Slice, note: str) -> None:
-    tx.run("UPDATE device SET state = 'quarantined', note = ? WHERE id = ?", note, s.device_id)
-    write_main(tx, "device.quarantined", "", s.device_id, {"reason": note})
+def withhold(tx: Tx, s: Slice, note: str, *, seen: bool) -> None:
+    """What somebody saw is the stronger word: that nobody could see does not take its place."""
+    beside = "" if seen else " AND state <> 'quarantined'"
+    if tx.run(f"UPDATE device SET state = 'quarantined', note = ? WHERE id = ?{beside}", note, s.device_id):
+        write_main(tx, "device.quarantined", "", s.device_id, {"reason": note})
 
 
 def list_leases(tx: Tx, *, live_only: bool, tenant: str, limit: int) -> list[Lease]:

@@ -70,6 +70,8 @@ SILENCE = {
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
+#: And so is this one by the server's: else a connection that was cut is kept there for two hours, beside all that were made instead of it.
+SERVER_SILENCE = {f"tcp_{name.removeprefix('tcp_')}": str(value) for name, value in SILENCE.items()}
 OLDEST_SERVER = 140_000
 LOCK_TIMEOUT = "3s"  # a wait for a row ends here and is tried again, so that patience bounds it too
 STREAMED_ROWS = 2000  # fetched at a time of what may be millions
@@ -272,6 +274,7 @@ class PostgresEngine:
             # Every statement of ours is written for an index. A table that grew since it was last analysed makes the planner sort it whole
             # instead: a million new items, and each pull took a second.
             "set_config('enable_bitmapscan', 'off', false), set_config('enable_seqscan', 'off', false), "
+            f"{''.join('set_config(%s, %s, false), ' for _ in SERVER_SILENCE)}"
             "pg_is_in_recovery() OR current_setting('transaction_read_only')::boolean",
             (
                 f'"{self.schema}"',
@@ -279,6 +282,7 @@ class PostgresEngine:
                 str(self.skew_us),
                 IDLE_IN_TRANSACTION,
                 LOCK_TIMEOUT,
+                *itertools.chain.from_iterable(SERVER_SILENCE.items()),
             ),
         ).fetchone()
         if row is not None and row[-1]:

@@ -33,6 +33,17 @@ def keep(tx: Tx, lease: Lease, receipt: Receipt, seat: str = "") -> None:
     )
 
 
+def replace(tx: Tx, lease: Lease, receipt: Receipt, seat: str = "") -> None:
+    """Somebody was there after all."""
+    tx.run("DELETE FROM receipt WHERE lease_id = ? AND host = ?", lease.id, seat)
+    keep(tx, lease, receipt, seat)
+
+
+def withheld_for(lease_id: str, detail: str) -> str:
+    """What a device says whose teardown was not proven."""
+    return f"teardown of lease {lease_id} was not proven: {detail}"
+
+
 def newest(tx: Tx, *, tenant: str, limit: int) -> list[Teardown]:
     where, params = ("WHERE tenant = ?", [tenant]) if tenant else ("", [])
     found = tx.rows(

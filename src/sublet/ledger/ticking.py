@@ -13,12 +13,11 @@ from sublet.core.gang import silent
 from sublet.core.lease import HOLDING, EndReason, Holder, Lease, LeaseState, changed, overdue
 from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.failpoints import failpoint
-from sublet.ledger import gangs, leases, waitlist
+from sublet.ledger import gangs, given_up, leases, waitlist
 from sublet.ledger.devices import load_hosts
 from sublet.ledger.rows import LEASE_BY_ID, LEASE_COLUMNS, SELECT_LEASE, lease_of, of_table, slices_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ports.ledger import HostView, TickResult
-from sublet.ports.processes import Receipt
 
 
 def tick(tx: Tx, host: str) -> TickResult:
@@ -102,8 +101,7 @@ def _give_up(tx: Tx, gone: list[hosts.Host]) -> None:
             host = by_name.get(name)
             why = hosts.given_up(lease, host, tx.pool.policy, tx.now) if host is not None else ""
             if why:
-                unproven = Receipt(proven=False, ladder="unproven", containment="", detail=why)
-                leases.settle(tx, lease.id, lease.epoch, unproven, name)
+                leases.settle(tx, lease.id, lease.epoch, given_up.receipt(why), name)
 
 
 def _end_broken_gangs(tx: Tx, own: str, known: list[hosts.Host]) -> None:
@@ -127,7 +125,7 @@ def _end_broken_gangs(tx: Tx, own: str, known: list[hosts.Host]) -> None:
 def host_view(tx: Tx, host: str, now: int) -> HostView:
     """Read without a lock: the warden acts on it only after a barrier, and every act re-checks."""
     found = tx.rows(f"{SELECT_LEASE} WHERE settled_at = 0 AND host = ? AND seats = 0 ORDER BY id", host)
-    return HostView(at=now, leases=(*map(lease_of, found), *_seats_here(tx, host)))
+    return HostView(at=now, leases=(*map(lease_of, found), *_seats_here(tx, host), *given_up.here(tx, host)))
 
 
 def _seats_here(tx: Tx, host: str) -> list[Lease]:

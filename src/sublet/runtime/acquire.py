@@ -120,6 +120,7 @@ def _refusal(answer: Answer) -> SubletError:
     reason, detail = answer.lease.reason, answer.lease.detail
     if reason is EndReason.REFUSED:
         return WaitTimedOut(f"no GPU became free in time: {detail}")
-    if reason is EndReason.RELEASED:
+    if reason in (EndReason.RELEASED, EndReason.REVOKED):
         return Refused(f"the request was withdrawn: {detail}")
+    # Nobody had heard of us for a while, or not in time: whoever still wants it asks again.
     return LeaseLost(f"the request ended before it was served: {detail}")

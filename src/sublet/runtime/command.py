@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sublet.core.errors import Disconnected, LeaseLost, NotPlaced, Refused, SubletError
+from sublet.core.errors import Disconnected, LeaseLost, NeverFits, NotPlaced, Refused, SubletError, WorkerLost
 from sublet.core.exits import INTERRUPTED_CODE, TERMINATED_CODE, Outcome, exit_code
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.notice import Notice, merge
@@ -36,6 +36,9 @@ LOOK_US = SECOND_US
 LOOK_DRAINING_US = 100_000
 #: Between two questions to a ledger that does not answer, when a lease was lost already.
 RETRY_US = SECOND_US
+#: A pool that had room for the command once and has none any more: how long until that is believed. Its host was silent, and its warden
+#: brings its devices back within a few beats.
+BACK_WITHIN_US = 60 * SECOND_US
 #: For the warden to see that everything is gone. It takes milliseconds, or there is no warden.
 SETTLE_US = 3 * SECOND_US
 
@@ -229,17 +232,25 @@ class Run:
 
     def _granted(self) -> tuple[Lease, Command]:
         first_asked = self._clock.monotonic_us()
+        again = self._tally.restarts > 0
+
+        def still_wanted() -> None:
+            nonlocal again
+            again = True  # the ledger has us on its list: what is asked for can be had
+            self._check()
+
         while True:
             self._check()
             try:
-                return self._borrow(self._check, self._move_in)
-            except (Disconnected, NotPlaced) as e:
-                # The first time whoever typed the command is told. Later a job is at stake, and ledgers and nodes come back.
+                return self._borrow(still_wanted, self._move_in)
+            except (Disconnected, NotPlaced, LeaseLost, NeverFits) as e:
+                # The first time whoever typed the command is told. Later a job is at stake: ledgers, nodes and devices come back, and a place
+                # on the list, or a grant that was not taken up, is only lost because nobody could be heard.
                 waited = self._clock.monotonic_us() - first_asked
-                over = self._terms.wait_us is not None and waited >= self._terms.wait_us
-                if self._tally.restarts == 0:
+                gone = isinstance(e, NeverFits) and (self._lease is None or waited >= BACK_WITHIN_US)
+                if not again or gone or isinstance(e, WorkerLost):
                     raise
-                if over:
+                if self._terms.wait_us is not None and waited >= self._terms.wait_us:
                     raise Refused(f"there was no answer within --wait: {e.message}") from e
                 self._say(f"{e.message}; asking again")
                 self._sleep(RETRY_US)
@@ -270,7 +281,7 @@ class Run:
     def _attempt(self) -> Attempt:
         try:
             lease, command = self._granted()
-        except LeaseLost as e:
+        except WorkerLost as e:
             if self._lease is None and self._tally.restarts == 0:
                 raise
             return Attempt(code=None, cause=Cause.LEASE, why=e.message)

