@@ -102,7 +102,8 @@ def leases_and_queues() -> list[Part]:
             expected_s=420,
             limit_s=1500,
             counts=printed(
-                cuts_under_random_verbs=r"(\d+) cuts under random", cuts_under_jobs=r"(\d+) cuts under \d+ jobs"
+                cuts_under_random_verbs=r"(\d+) cuts under random",
+                cuts_under_jobs=r"(\d+) cuts under \d+ jobs",
             ),
         ),
         Part(
