@@ -20,10 +20,13 @@ def parts() -> list[Part]:
         Part(
             name="system-calls",
             first=True,
-            shows="kill -9 at the n-th system call of a save and of a block's checkpoint, or an error from it",
-            rules="C6",
+            shows="kill -9 at the n-th system call of a save, of a block's checkpoint and of each verb of the embedded ledger, or an error from it",
+            rules="C6 L1 S1 S6",
             command=pytest(
-                "tests/store/test_killed_at_a_call.py", "tests/runtime/test_durable.py", timeout_s=1500
+                "tests/store/test_killed_at_a_call.py",
+                "tests/ledger/test_killed_at_a_call.py",
+                "tests/runtime/test_durable.py",
+                timeout_s=1500,
             ),
             environment={"SUBLET_KILLS": "all", **asked(SUBLET_BLOCK_SYSCALLS=1000)},
             expected_s=400,

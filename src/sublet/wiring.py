@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 CLOCK = HostClock()
 WARDEN_IDLE_EXIT_US = 60_000_000
 WARDEN_START_SECONDS = 15.0
+#: A start that ended before it was ready is tried again so often in all.
+WARDEN_TRIES = 2
 SYSTEM_RUN = Path("/run/sublet")
 SCRUB_SECONDS = 60
 #: For all sources of notices together to say whether they are here.
@@ -395,7 +397,7 @@ def ensure_warden(settings: Settings, *, wait: bool = True, for_pid: int = 0) ->
     if places(settings):
         return
     deadline = time.monotonic() + WARDEN_START_SECONDS
-    started = 0
+    started, tries = 0, 0
     while True:
         running, ready, _ = warden_state(settings)
         if ready:
@@ -407,6 +409,9 @@ def ensure_warden(settings: Settings, *, wait: bool = True, for_pid: int = 0) ->
         if not running and started and not os.path.exists(f"/proc/{started}"):
             if warden_state(settings)[0]:
                 continue  # another process's start won, and its warden is on its way
+            if tries < WARDEN_TRIES:
+                started = 0  # somebody may have killed it: only one that ends each time cannot start
+                continue
             raise Misconfigured(
                 f"the warden could not start: {last_line(settings.home / 'warden.log')}",
                 remedy="run 'sublet warden' to see why",
@@ -419,7 +424,7 @@ def ensure_warden(settings: Settings, *, wait: bool = True, for_pid: int = 0) ->
                     remedy="'systemctl start sublet-warden'; if it has none any more, remove its file in /run/sublet",
                 )
         elif not running and not started:
-            started = _spawn_warden(settings, for_pid)
+            started, tries = _spawn_warden(settings, for_pid), tries + 1
         if not wait:
             return
         if time.monotonic() > deadline:

@@ -232,7 +232,7 @@ def line(postgres_server: PostgresServer) -> Iterator[Line]:
     line.close()
 
 
-def _sums_are_right(rig: Rig) -> bool:
+def sums_are_right(rig: Rig) -> bool:
     """L2, T4: what devices and tenants say is held is what the slices say."""
     return rig.sql(
         "SELECT (SELECT sum(capacity_bytes - free_bytes) FROM device), (SELECT sum(live_bytes) FROM tenant), "
@@ -261,7 +261,7 @@ def test_a_verb_cut_anywhere_is_done_once(line: Line, name: str, connected: str)
                 assert number > 1, "nothing was cut"
                 break
     proxy.cut(0, "")
-    assert _sums_are_right(line.rig)
+    assert sums_are_right(line.rig)
 
 
 def test_after_all_cuts_the_journal_verifies(line: Line) -> None:

@@ -19,6 +19,7 @@ from sublet.core.device import DeviceState
 from sublet.core.lease import EndReason, LeaseState
 from sublet.hosting.processes import HostProcesses
 from sublet.ports.processes import Receipt
+from sublet.settings import Settings
 from sublet.testing.postgres import PostgresServer, find_binaries
 from tests.conftest import need
 from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
@@ -141,6 +142,24 @@ def test_only_one_warden_and_a_second_says_so(sqlite_home: Home) -> None:
     )
     assert second.returncode == 78
     assert "already runs" in second.stderr
+
+
+def test_one_that_is_killed_while_it_starts_is_started_again(
+    sqlite_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K3: that it ended once says nothing of why."""
+    start, started = wiring._spawn_warden, list[int]()
+
+    def spawn(settings: Settings, for_pid: int) -> int:
+        started.append(start(settings, for_pid))
+        if len(started) == 1:
+            os.kill(started[0], signal.SIGKILL)
+        return started[-1]
+
+    monkeypatch.setattr(wiring, "_spawn_warden", spawn)
+    wiring.ensure_warden(sqlite_home.settings)
+    assert len(started) == 2
+    assert sqlite_home.warden_pid() == started[1]
 
 
 def test_ten_processes_starting_at_once_share_one_warden(sqlite_home: Home) -> None:

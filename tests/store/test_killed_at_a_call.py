@@ -7,14 +7,9 @@ talks to the other process is a place to die, each at its first, second, … tim
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import re
-import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +22,8 @@ from sublet.core import checkpoint
 from sublet.store.checkpoints import CheckpointStore
 from sublet.store.packing import digest
 from sublet.store.replicas import Replicas
-from tests.conftest import need
 from tests.runtime.conftest import process_is_gone, wait_until
+from tests.traced import Programs, places_of
 
 from .rig import JOB, Shelf, in_memory
 
@@ -41,12 +36,9 @@ CALLS = (
 
 pytestmark = pytest.mark.timeout(900 if KILLS == "all" else 180)
 
-#: Imports once, and forks a program for each kill: it says who it is, waits for a signal, saves, and says how that went.
-ZYGOTE = """
-import ctypes, json, os, signal, sys
+PROGRAM = """
 from pathlib import Path
 import numpy as np
-from sublet.core import checkpoint
 from sublet.core.checkpoint import ReplicaPolicy, Span
 from sublet.ledger.sqlite import open_ledger
 from sublet.ports.ledger import LeaseKey
@@ -61,17 +53,12 @@ from tests.store.test_killed_at_a_call import a_state, small
 
 small()
 digest(b"")
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 class Held:
     def __init__(self, key): self.key = LeaseKey(*key)
     def check(self): pass
 
-def say(**what):
-    os.write(1, (json.dumps(what) + "\\n").encode())
-
 def program(url, key, folders, version, fill, behind):
-    ctypes.CDLL(None).prctl(0x59616D61, -1, 0, 0, 0)  # whoever is not root may trace it too
     ledger = open_ledger(url, VirtualClock())
     store = CheckpointStore(Replicas([DirectoryReplica(Path(f)) for f in folders], ReplicaPolicy(replicas=3)), lambda: ledger)
     writer = 0
@@ -80,25 +67,13 @@ def program(url, key, folders, version, fill, behind):
         store._write_elsewhere(Arena(4096), [Span(0, 1)])  # it is up
         writer = store._writer._process.pid
     ledger.head("team/job")
-    say(pid=os.getpid(), writer=writer)
-    signal.sigwait({signal.SIGUSR1})
+    begin(writer=writer)
     lease, state = Held(key), a_state(fill)
     if behind:
         saved = store.save_behind("team/job", state, expected_version=version, lease=lease).result(60)
     else:
         saved = store.save("team/job", state, expected_version=version, lease=lease)
     say(saved=saved.version)
-    os._exit(0)
-
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        try:
-            program(**json.loads(line))
-        except BaseException as e:
-            say(failed=type(e).__name__, why=str(e)[:300])
-        os._exit(1)
-    say(ended=os.waitpid(child, 0)[1])
 """
 
 
@@ -127,51 +102,26 @@ def filled(state: dict[str, Any]) -> int:
     return int(state["n"])
 
 
-class Programs:
+class Savers:
     def __init__(self, shelf: Shelf, folder: Path) -> None:
         self.shelf = shelf
-        self._log = folder / "calls"
         self._writers: list[int] = []
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-c", ZYGOTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._programs = Programs(PROGRAM, CALLS, folder / "calls")
 
-    def _said(self) -> dict[str, Any]:
-        assert self._zygote.stdout is not None
-        said: dict[str, Any] = json.loads(self._zygote.stdout.readline())
-        return said
-
-    def run(self, fill: int, whom: str, inject: str = "") -> tuple[list[dict[str, Any]], list[str]]:
-        """One save under strace: what was said until it ended, and the calls that were seen, 'thread call'."""
+    def run(self, fill: int, whom: str, inject: str = "") -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """One save under strace: what was said until it ended, and how often each call was made."""
         key = self.shelf.lease.key
         order = {
             "url": self.shelf.rig.url, "key": [key.lease_id, key.epoch, key.secret], "folders": [str(f) for f in self.shelf.folders],
             "version": self.shelf.version, "fill": fill, "behind": whom != "save",
         }  # fmt: skip
-        assert self._zygote.stdin is not None
-        self._zygote.stdin.write(json.dumps(order) + "\n")
-        self._zygote.stdin.flush()
-        born = self._said()
-        target = born["writer"] if whom == "writer" else born["pid"]
-        command = ["strace", "-f", "-o", str(self._log), "-e", f"trace={CALLS}", "-p", str(target)]
-        if inject:
-            command += ["-e", f"inject={inject}"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
-            assert strace.stderr is not None
-            words = strace.stderr.readline()
-            need("attached" in words, f"strace that may trace ({words.strip()})")
-            os.kill(born["pid"], signal.SIGUSR1)
-            said = []
-            while not said or "ended" not in said[-1]:
-                said.append(self._said())
-            strace.communicate(timeout=20)
+        born, said, often = self._programs.run(order, inject, "writer" if whom == "writer" else "pid")
         # Nobody waits for the writer of a program that was killed: the next one does not know of it either.
         self._writers = [pid for pid in (*self._writers, born["writer"]) if pid and not process_is_gone(pid)]
-        seen = re.findall(r"^(\d+) +(\w+)\(", self._log.read_text(), re.MULTILINE)
-        return said, [f"{thread} {call}" for thread, call in seen]
+        return said, often
 
     def close(self) -> None:
-        self._zygote.communicate(timeout=20)
+        self._programs.close()
         wait_until(lambda: all(process_is_gone(pid) for pid in self._writers), 20)
 
 
@@ -205,20 +155,13 @@ def kept_sizes() -> Iterator[None]:
     checkpoint.GROUP_BYTES, checkpoint.CHUNK_BYTES = before
 
 
-def places_of(programs: Programs, whom: str, least: int) -> list[tuple[str, int]]:
+def places_in(programs: Savers, whom: str, least: int) -> list[tuple[str, int]]:
     """Each call of one save, at its first, second, … time; or a spread sample of them."""
-    said, seen = programs.run(1, whom)
+    said, often = programs.run(1, whom)
     assert said[0] == {"saved": 2}, said
-    # How often each call is made by the thread that makes it most: strace counts for each thread.
-    often: dict[str, int] = {}
-    for (_, call), count in Counter(tuple(s.split()) for s in seen).items():
-        often[call] = max(often.get(call, 0), count)
-    assert {
-        "pwritev2" if "pwritev2" in often else "pwritev",
-        "fsync",
-        "linkat",
-    } <= often.keys() or whom == "behind", often
-    places = [(call, n) for call, count in sorted(often.items()) for n in range(1, count + 1)]
+    written = "pwritev2" if "pwritev2" in often else "pwritev"
+    assert {written, "fsync", "linkat"} <= often.keys() or whom == "behind", often
+    places = places_of(often)
     if KILLS != "all":
         places = sorted(random.Random(SEED).sample(places, min(least, len(places))))
     return places
@@ -227,12 +170,11 @@ def places_of(programs: Programs, whom: str, least: int) -> list[tuple[str, int]
 @pytest.mark.usefixtures("kept_sizes")
 @pytest.mark.parametrize("whom", ["save", "behind", "writer"])
 def test_killed_at_the_nth_call(whom: str) -> None:
-    need(shutil.which("strace") is not None, "strace")
     with in_memory() as folder:
         shelf = Shelf(folder)
-        programs = Programs(shelf, folder)
+        programs = Savers(shelf, folder)
         shelf.save(a_state(0), 0)
-        places = places_of(programs, whom, int(KILLS) if KILLS != "all" else 0)
+        places = places_in(programs, whom, int(KILLS) if KILLS != "all" else 0)
         outcomes: Counter[str] = Counter()
         for number, (call, n) in enumerate(places):
             before, fill = shelf.version, 10 + 2 * number
@@ -270,12 +212,11 @@ ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS")
 @pytest.mark.parametrize("error", ERRORS if KILLS == "all" else ERRORS[:1])
 def test_the_nth_call_fails(whom: str, error: str) -> None:
     """C6: whatever one call answers, the state is the old one or the new one, whole; a save that says it succeeded did."""
-    need(shutil.which("strace") is not None, "strace")
     with in_memory() as folder:
         shelf = Shelf(folder)
-        programs = Programs(shelf, folder)
+        programs = Savers(shelf, folder)
         shelf.save(a_state(0), 0)
-        places = places_of(programs, whom, 3)
+        places = places_in(programs, whom, 3)
         outcomes: Counter[str] = Counter()
         for number, (call, n) in enumerate(places):
             before, fill = shelf.version, 10 + 2 * number
