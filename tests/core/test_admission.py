@@ -25,7 +25,7 @@ from sublet.core.admission import (
     tier_now,
     why_waiting,
 )
-from sublet.core.device import DeviceState, Exclusivity, Slice, fit, usable
+from sublet.core.device import DeviceState, Exclusivity, Slice, fit
 from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, WaitlistFull
 from sublet.core.lease import Lease, LeaseState, Tier
 from sublet.core.policy import Policy
@@ -663,7 +663,7 @@ def test_the_first_in_order_is_served_whenever_the_pool_has_room_for_it(view: Vi
     view = replace(view, tenants=free)
     first = in_order(view, NOW)[0]
     shape = first.request.shape()
-    if sum(usable(d, shape) for d in view.devices) >= shape.count:
+    if fit(shape, view.devices) is not None:
         assert first.id in ids(place(view, NOW))
 
 

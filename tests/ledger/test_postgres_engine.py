@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sublet import failpoints
@@ -195,6 +195,9 @@ def two_schemas(postgres_server: Any) -> Iterator[list[PostgresSchema]]:
     max_examples=12 * MORE_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 @given(told=st.lists(verbs, min_size=10, max_size=40))
+@example(
+    told=[*[("acquire", {"vram": 7})] * 2, ("release", 0, ""), ("release", 1, ""), ("renew_many", [1, 0])]
+)
 def test_hot_verbs_equal_the_generic_ones(
     two_schemas: list[PostgresSchema], told: list[tuple[Any, ...]]
 ) -> None:

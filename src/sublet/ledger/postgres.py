@@ -665,17 +665,9 @@ class PostgresLedger(PostgresItemVerbs, SqlLedger):
             row[0]: Answer(lease=lease_of(row), at=row[-1])
             for row in self.engine.attempt(False, run, patience_us)
         }
-        answers: list[Answer | SubletError] = []
-        for key, busy in keys:
-            answer = renewed.get(key.lease_id)
-            if answer is not None:
-                answers.append(answer)
-                continue
-            try:
-                answers.append(super().renew(key, busy=busy, patience_us=patience_us))
-            except SubletError as refusal:
-                answers.append(refusal)
-        return answers
+        others = [pair for pair in keys if pair[0].lease_id not in renewed]
+        told = iter(super().renew_many(others, patience_us=patience_us) if others else ())
+        return [renewed.get(key.lease_id) or next(told) for key, _ in keys]
 
     def release(
         self, lease_id: str, secret: str, *, torn_down: bool = True, patience_us: int | None = None
