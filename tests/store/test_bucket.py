@@ -182,6 +182,19 @@ def test_a_bucket_that_fails_is_given_up_in_bounded_time(object_stores: Servers,
         assert get_pack(replica, B, 20 * PART) == data_of(2, 20 * PART)
 
 
+def test_one_that_was_away_for_long_is_asked_as_soon_as_somebody_waits_for_it(object_stores: Servers) -> None:
+    """It is left alone longer each time; that is no reason to let a caller wait who wants to know now."""
+    with Proxy(object_stores["moto"]) as proxy:
+        replica = proxy.open()
+        assert replica.get_manifest("a" * 64) is None
+        for _ in range(12):
+            replica._client._went_down("the server answered 503")
+        with pytest.raises(OSError, match="a moment ago"):
+            replica.get_manifest("a" * 64)
+        replica.ask_again()
+        assert replica.get_manifest("a" * 64) is None
+
+
 def test_nobody_there() -> None:
     from .servers import Server, free_port
 

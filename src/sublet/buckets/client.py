@@ -441,6 +441,10 @@ class BucketClient:
     def take_up(self) -> None:
         self._leaving.clear()
 
+    def ask_again(self) -> None:
+        """The next question is asked: how long it was to be left alone was a guess, and somebody waits."""
+        self._failures, self._next_try = 0, 0.0
+
     def hurried(self, seconds: float) -> BucketClient:
         """The same bucket for whoever can also ask elsewhere: it is waited for so long and no longer, and what it did not answer to them
         does not count against it for those who have nobody else."""

@@ -80,6 +80,9 @@ class Remote(Replica, Protocol):
     def take_up(self) -> None:
         """Called before the next save: it is asked and waited for again."""
 
+    def ask_again(self) -> None:
+        """Called by whoever waits for it to catch up: the next question is asked, however often it was away before."""
+
     def clock(self) -> datetime:
         """Called by whoever checks it: what time it is there."""
 

@@ -48,6 +48,9 @@ class BucketReplica:
     def take_up(self) -> None:
         self._client.take_up()
 
+    def ask_again(self) -> None:
+        self._client.ask_again()
+
     def hurried(self, seconds: float) -> BucketReplica:
         return BucketReplica(self.name, self.domain, self._client.hurried(seconds), self._reader)
 

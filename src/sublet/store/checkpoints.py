@@ -155,6 +155,8 @@ class CheckpointStore(Loading):
 
     def catch_up(self, seconds: float = 60.0) -> bool:
         """Wait until every replica has what was committed, at most so long; whether they have."""
+        for replica in self._replicas.remote:
+            replica.ask_again()
         return self._catching_up.settle(seconds, patient=True)
 
     def give_up(self) -> None:
