@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +82,61 @@ def test_a_server_that_ends_the_connection_is_told(
             connection.call("SELECT 1", ())
             time.sleep(0.05)
     assert connection.broken or connection.closed
+
+
+#: Between a client and its server: each answer is passed on at once, but for its last word ("ready for the next").
+SLOWLY_READY = """
+import os, socket, sys, threading, time
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(sys.argv[2])
+listening.listen()
+print("ready", flush=True)
+client, _ = listening.accept()
+server = socket.socket(socket.AF_UNIX)
+server.connect(sys.argv[1])
+def upward():
+    while data := client.recv(65536):
+        server.sendall(data)
+    os._exit(0)
+threading.Thread(target=upward, daemon=True).start()
+while data := server.recv(65536):
+    client.sendall(data[:-6])
+    time.sleep(0.4)
+    client.sendall(data[-6:])
+"""
+
+
+def test_others_go_on_while_an_answer_is_waited_for(postgres_server: PostgresServer, tmp_path: Path) -> None:
+    """L6: also when it comes in pieces. A keeper, a warden, a drain are threads of the same process."""
+    command = [sys.executable, "-c", SLOWLY_READY]
+    places = [str(postgres_server.folder / ".s.PGSQL.5432"), str(tmp_path / ".s.PGSQL.5432")]
+    between = subprocess.Popen([*command, *places], stdout=subprocess.PIPE)
+    ticks: list[float] = []
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.005):
+            ticks.append(time.monotonic())
+
+    try:
+        assert between.stdout is not None
+        between.stdout.readline()
+        connection = LedgerConnection.connect(
+            f"postgresql:///postgres?host={tmp_path}&user=sublet", autocommit=True
+        )
+        threading.Thread(target=tick).start()
+        for sql, error in (("SELECT 1", None), ("SELECT 1 / 0", pg.DivisionByZero)):
+            begun, ticks[:] = time.monotonic(), []
+            with pytest.raises(error) if error else contextlib.nullcontext():
+                connection.call(sql, ())
+            assert time.monotonic() - begun > 0.4
+            gaps = [b - a for a, b in itertools.pairwise([begun, *ticks, time.monotonic()])]
+            assert max(gaps) < 0.3, sql
+        connection.close()
+    finally:
+        over.set()
+        between.kill()
+        between.wait()
 
 
 def test_an_interrupt_ends_the_wait(connection: LedgerConnection) -> None:

@@ -5,6 +5,7 @@ Rules of this file:
   in, which cost the client three times what the rest does.
 - A statement is prepared once on a connection. The server finds out its parameters' types: each is an argument of a function of ours, is compared
   with a column, or is cast. Where psycopg has dropped every prepared statement, as it does after a rollback, it is prepared again.
+- Nothing of the library that waits is called: it waits without letting other threads run, and hears no interrupt.
 - An interrupt (Ctrl-C) ends the wait at once. The connection is then in the middle of something, and whoever lent it drops it.
 """
 
@@ -64,14 +65,20 @@ class LedgerConnection(psycopg.Connection[Row]):
             ready, _, _ = select.select([server.socket], [server.socket], [])
             if ready:
                 server.consume_input()
-        while server.is_busy():
-            self._hot_answers.poll()
-            server.consume_input()
-        result = server.get_result()
-        while server.get_result() is not None:
-            pass
+        result = None
+        while (found := self._hot_result()) is not None:
+            result = result or found
         if result is None:
             raise pg.OperationalError("the connection was lost")
         if result.status not in _ANSWERED:
             raise pg.error_from_result(result, self.info.encoding)
         return result
+
+    def _hot_result(self) -> Any:
+        """The next, None after the last. It is there before it is asked for: the library would wait for it with everybody else in this process
+        stopped."""
+        server = self.pgconn
+        while server.is_busy():
+            self._hot_answers.poll()
+            server.consume_input()
+        return server.get_result()
