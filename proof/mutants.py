@@ -25,6 +25,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -323,10 +324,16 @@ def ids_in(text: str) -> set[str]:
     return found
 
 
+@cache
+def _parsed(file: Path) -> ast.Module:
+    """Each file of tests once: most are named by several bugs."""
+    return ast.parse(file.read_text())
+
+
 def guards(test: str) -> set[str]:
     """The invariants that a test says it guards: in its name or its first words, or in those of its file when the whole file is named."""
     file, _, name = test.partition("::")
-    tree = ast.parse((ROOT / file).read_text())
+    tree = _parsed(ROOT / file)
     if not name:
         return ids_in(ast.get_docstring(tree) or "")
     name = name.partition("[")[0]

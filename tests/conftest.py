@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ MORE_EXAMPLES = int(os.environ.get("SUBLET_MORE_EXAMPLES", "1"))
 # How long one case takes says more about who else uses the machine than about the rule.
 settings.register_profile("crowded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("crowded")
+
+
+def pytest_collection_finish() -> None:
+    """The tests themselves stay until the end: whatever looks for garbage, and some do for each cell they run, need not look through them."""
+    gc.collect()
+    gc.freeze()
 
 
 def need(present: bool, what: str) -> None:

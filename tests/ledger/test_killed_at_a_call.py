@@ -108,7 +108,7 @@ class Bench:
         return said, often
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     with in_memory() as folder:
         rig = sqlite_rig(folder)

@@ -203,16 +203,16 @@ def _nobody_is_next(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("broken", "rules", "first"),
     [
-        (_no_fence, "S2 L3", 3),
+        (_no_fence, "S2 L3", 5),
         (_no_epoch, "L1", 1),
-        (_late_holder, "L6", 70),
+        (_late_holder, "L6", 169),
         (_stale_reaper, "L5", 1),
         (_no_quorum, "C1", 1),
-        (_no_verifying, "C3", 37),
+        (_no_verifying, "C3", 38),
         (_bills_the_reaper, "T4", 1),
-        (_backup_twice, "L1", 10),
+        (_backup_twice, "L1", 20),
         (_retries_blindly, "S1 S2 S3 S4 A1", 9),
-        (_nobody_is_next, "T3 S8", 13),
+        (_nobody_is_next, "T3 S8", 14),
     ],
 )
 def test_a_broken_world_is_found_out(

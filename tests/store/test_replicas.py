@@ -480,6 +480,18 @@ def test_digests_are_blake3() -> None:
     assert digest(b"abc") == "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
 
 
+def test_what_nobody_has_any_more_is_said_of_whoever_lacks_it(quick: Shelf) -> None:
+    """C4: a replica that is given what it missed is told that it is lost; in the thread that catches it up nobody else would say so."""
+    quick.save(a_state(1), 0)
+    chunks = quick.store.manifest(JOB).chunks
+    [pack] = {c.pack for c in chunks}
+    for folder in quick.folders:
+        (folder / f"packs/{pack}.pack").unlink()
+    replicas = Replicas(quick.replicas, quick.policy)
+    with pytest.raises(Damaged, match="in good order"):
+        replicas.give_pack(quick.replicas[0].name, pack, chunks, Health())
+
+
 @pytest.mark.parametrize(("placement", "first"), [("near", 2), ("listed", 0)])
 def test_placement_says_who_is_read_first(quick: Shelf, placement: str, first: int) -> None:
     class Far(DirectoryReplica):

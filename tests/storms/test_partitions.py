@@ -40,13 +40,15 @@ from tests.storms.test_lease_storm import (
     drain,
     enough,
     prepare,
+    read_logs,
     settling,
 )
 from tests.storms.wires import Wire
 
 ROOT = Path(__file__).parents[2]
 CUTS = int(os.environ.get("SUBLET_CUTS", "6"))
-HOSTS = 3
+#: A glance, unless more was asked for.
+HOSTS, STEPS = (3, 150) if CUTS > 20 else (2, 60)
 TTL_S = 3.0
 #: A connection that hears nothing is given up soon; the patience of a verb is longer.
 IMPATIENT = "tcp_user_timeout=1500&keepalives_idle=1&keepalives_interval=1&keepalives_count=2"
@@ -95,12 +97,14 @@ class Weather:
             thread.start()
 
     def _over(self, wire: Wire, chance: random.Random) -> None:
+        lasts = TTL_S * 1.5  # the first takes a lease, and then as it comes
         while self._one_more():
             time.sleep(chance.uniform(0.3, 2.0))
             wire.cut(chance.choice(sorted(wires.CUTS)))
-            # A moment, a part of a lease's ttl, or longer than any of it.
-            time.sleep(chance.choice([0.05, 0.4, 1.5, TTL_S * 0.7, TTL_S * 1.5, TTL_S * 2]))
+            time.sleep(lasts)
             wire.heal()
+            # A moment, a part of a lease's ttl, or longer than any of it.
+            lasts = chance.choice([0.05, 0.4, 1.5, TTL_S * 0.7, TTL_S * 1.5, TTL_S * 2])
 
     def _one_more(self) -> bool:
         with self._lock:
@@ -119,7 +123,7 @@ def test_a_cut_is_silent_and_heals(network: tuple[Path, list[Wire]], hosts: list
     """Or the storms below show nothing."""
     listening = wires.listener(network[0])
     try:
-        first, second, _ = hosts
+        first, second, *_ = hosts
         assert wires.reaches(first, 7777)
         for how in wires.CUTS:
             first.cut(how)
@@ -140,7 +144,7 @@ def test_random_verbs_of_hosts_that_are_cut_off(
     near, far = of_schema(server, f"verbs{uuid.uuid4().hex[:8]}")
     ledger = wiring.plug_in("sublet.ledgers", "postgresql")(near, HostClock())
     prepare(ledger)
-    logs = [tmp_path / f"log{n}" for n in range(2 * HOSTS)]
+    logs = [tmp_path / f"log{n}" for n in range(HOSTS * (2 if CUTS > 20 else 1))]
     workers: list[subprocess.Popen[bytes]] = []
     try:
         with settling(near):
@@ -150,7 +154,8 @@ def test_random_verbs_of_hosts_that_are_cut_off(
             wait_until(lambda: enough(logs), 90)
             weather = Weather(hosts, CUTS, random.Random(SEED))
             weather.wait()
-            wait_until(lambda: enough(logs[:HOSTS]) and enough(logs[HOSTS:]), 90)  # they go on afterwards
+            before = len(read_logs(logs))
+            wait_until(lambda: len(read_logs(logs)) > before + 20, 90)  # they go on afterwards
             assert [w.poll() for w in workers] == [None] * len(workers), "a cut ended a program"
             for worker in workers:
                 worker.kill()
@@ -185,7 +190,6 @@ for step in run.steps(steps):
     chain.digest = hashlib.sha256(chain.digest + step.number.to_bytes(4, "big")).digest()
 print(json.dumps({"digest": chain.digest.hex()}), flush=True)
 """
-STEPS = 150
 
 
 class Host:
@@ -350,7 +354,7 @@ def test_a_host_that_hears_nothing_ends_its_holder_by_its_own_clock(
     host = Host(tmp_path, 1, hosts[0], far)
     try:
         host.run("only")
-        for how in sorted(wires.CUTS)[: CUTS // 3]:
+        for how in sorted(wires.CUTS)[: max(1, CUTS // 5)]:
             before = set(stamped([host]))
             wait_until(lambda before=before: len(set(stamped([host])) - before) == 1, 60)
             [lease_id] = set(stamped([host])) - before

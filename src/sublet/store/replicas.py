@@ -418,8 +418,8 @@ class Replicas:
             if replica.name in drafts:
                 drafts.pop(replica.name).discard()
 
-        buffer = mmap.mmap(-1, aligned(max(c.span.size for c in chunks), ALIGN))  # aligned for direct I/O
-        view = memoryview(buffer)
+        # Aligned for direct I/O. It goes with its last view: whoever catches an error may still hold one.
+        view = memoryview(mmap.mmap(-1, aligned(max(c.span.size for c in chunks), ALIGN)))
         try:
             for replica in wanting:
                 try:
@@ -450,8 +450,6 @@ class Replicas:
         finally:
             for draft in drafts.values():
                 draft.discard()
-            view.release()
-            buffer.close()
 
     # giving one of them what it lacks
 
