@@ -296,7 +296,7 @@ def _nothing_returned(loop: Any) -> Callable[[], None]:
 
 def _settle(run: Any) -> None:
     """Wait until its save is durable, so that it does not run beside the next subject."""
-    behind = run._behind
+    behind = run._saves.under_way
     if behind is not None:
         behind.saving.wait()
 

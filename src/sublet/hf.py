@@ -131,7 +131,7 @@ class SubletCallback(_Callback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.run is not None and isinstance(logs, dict):
-            self.run._log.update({name: value for name, value in logs.items() if isinstance(value, float)})
+            self.run._log.put({name: value for name, value in logs.items() if isinstance(value, float)})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         early = state.global_step < state.max_steps

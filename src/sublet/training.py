@@ -24,9 +24,11 @@ from sublet.runtime.capture import Captured
 from sublet.runtime.holding import Lease
 from sublet.runtime.progress_line import ProgressLine
 from sublet.runtime.ranks import TIMEOUT_US, find_ranks
+from sublet.runtime.run_parts import Held, Parts
+from sublet.runtime.saves import SAVE_PATIENCE_US
 from sublet.runtime.step import Completed, Duplicate, KernelStep, as_shape
 from sublet.runtime.step import run_step as run_one_step
-from sublet.runtime.train import SAVE_PATIENCE_US, Held, Parts, Preempted, Run
+from sublet.runtime.train import Preempted, Run
 from sublet.settings import Settings, load_settings
 from sublet.store.checkpoints import CheckpointStore
 from sublet.wiring import CLOCK, checkpoints, open_ledger

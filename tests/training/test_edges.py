@@ -18,7 +18,7 @@ import pytest
 import sublet
 from sublet.core import effect as effects
 from sublet.core.errors import Disconnected, Fenced, LeaseLost
-from sublet.runtime import train as training
+from sublet.runtime import runner, saves
 from sublet.runtime.progress_line import ProgressLine
 from sublet.store.checkpoints import CheckpointStore
 from sublet.training import leave_the_waitlist
@@ -45,7 +45,7 @@ def until(pid: int, fact: Callable[[], object]) -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "RETRY_US", 10_000)
+    monkeypatch.setattr(saves, "RETRY_US", 10_000)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_commit_that_happened_is_found_when_the_ledger_answers_again(
     assert all(e.completed for e in left.effects.values())
     assert left.effects["job#mail-3"].version == 2
     assert left.faults == []
-    assert run._done_effects == set()
+    assert run._saves._done_effects == set()
 
 
 @pytest.mark.parametrize("steps", [4, 30])
@@ -173,7 +173,7 @@ def test_a_head_moved_by_somebody_else_ends_the_run(line: Line) -> None:
     with pytest.raises(sublet.HeadMoved, match="somebody else moved job job beyond step 1"):
         for step in run.steps(5):
             if step.number == 2:
-                wait_until(lambda: run._behind is not None and run._behind.saving.done)
+                wait_until(lambda: run._saves.under_way is not None and run._saves.under_way.saving.done)
                 list(begun(every=1, lease=lease).steps(2))  # the same holder: the reservation is its own
     assert run.step <= 3
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -208,7 +208,7 @@ def test_a_pause_between_saves_that_fail(sqlite_home: Home, monkeypatch: pytest.
         tried.append(1)
         raise sublet.QuorumNotReached("replica A is on holiday")
 
-    monkeypatch.setattr(training, "RETRY_US", 60_000_000)
+    monkeypatch.setattr(saves, "RETRY_US", 60_000_000)
     run = begun(every=1)
     with monkeypatch.context() as broken:
         broken.setattr(CheckpointStore, "_store_chunks", refuse)
@@ -253,7 +253,7 @@ def test_a_warning_while_a_predecessor_is_waited_for(sqlite_home: Home, tmp_path
     run = begun(lease=lease)
 
     def work() -> None:
-        training.PREDECESSOR_US = 30_000_000
+        runner.PREDECESSOR_US = 30_000_000
         ledger = open_ledger(sqlite_home.settings)
         real = ledger.effect
 
@@ -276,7 +276,7 @@ def test_a_warning_while_the_save_before_is_waited_for(
 ) -> None:
     """A store that hangs: it is said that the run leaves, and why, before anybody kills it."""
     go_on = threading.Event()
-    real, plan = CheckpointStore._store_chunks, sublet.Run._plan
+    real, plan = CheckpointStore._store_chunks, saves.Saves.plan
     in_time: list[bool] = []
 
     def hanging(*args: Any) -> Any:
@@ -289,7 +289,7 @@ def test_a_warning_while_the_save_before_is_waited_for(
         return plan(*args)
 
     monkeypatch.setattr(CheckpointStore, "_store_chunks", hanging)
-    monkeypatch.setattr(sublet.Run, "_plan", planned)
+    monkeypatch.setattr(saves.Saves, "plan", planned)
     run = begun(every=1)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     threading.Timer(5, go_on.set).start()
@@ -503,9 +503,9 @@ def test_an_effect_that_is_committed_is_not_done_again(lease: Any) -> None:
 
 def test_more_effects_than_a_commit_takes(sqlite_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many of them are committed sooner than the cadence says; too many in one step are refused before they are done."""
-    for module in (effects, training):
+    for module in (effects, saves):
         monkeypatch.setattr(module, "MOST_EFFECTS", 8)
-    monkeypatch.setattr(training, "_MANY_EFFECTS", 4)
+    monkeypatch.setattr(saves, "_MANY_EFFECTS", 4)
     run = begun()
     done = 0
     for step in run.steps(8):
@@ -556,8 +556,8 @@ def test_what_was_logged_does_not_keep_a_graph_alive(sqlite_home: Home) -> None:
     run = begun()
     for step in run.steps(1):
         step.log(loss=(torch.ones(10, requires_grad=True) * 2).sum())
-        assert run._log["loss"].grad_fn is None
-    assert run._numbers() == {"loss": 20.0}
+        assert run._log._values["loss"].grad_fn is None
+    assert run._log.numbers() == {"loss": 20.0}
 
 
 def test_whatever_is_logged_is_no_reason_not_to_commit(sqlite_home: Home) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import sublet
 from sublet.core.lease import EndReason, LeaseState
-from sublet.runtime import train as training
+from sublet.runtime import saves
 from sublet.runtime.progress_line import ProgressLine
 from sublet.store.checkpoints import CheckpointStore
 from tests.runtime.conftest import Home, wait_until
@@ -363,7 +363,7 @@ def test_training_goes_on_while_saves_fail_and_catches_up(sqlite_home: Home, cal
     """Spans of failed saves are in the next one: no gap, and the effects in them once."""
 
     def work() -> None:
-        training.RETRY_US = 30_000
+        saves.RETRY_US = 30_000
         failing(3)
 
         def mail(run: Any, step: Any) -> None:
@@ -380,7 +380,7 @@ def test_training_goes_on_while_saves_fail_and_catches_up(sqlite_home: Home, cal
 
 def test_a_save_that_fails_at_the_very_end_is_tried_again(sqlite_home: Home, calm: Left) -> None:
     def work() -> None:
-        training.RETRY_US = 10_000
+        saves.RETRY_US = 10_000
         failing(3)
         walk("job", STEPS, every=1000)
 
@@ -389,7 +389,7 @@ def test_a_save_that_fails_at_the_very_end_is_tried_again(sqlite_home: Home, cal
 
 
 def test_progress_nobody_can_save_is_given_up(sqlite_home: Home) -> None:
-    training_retry, training.RETRY_US = training.RETRY_US, 10_000
+    training_retry, saves.RETRY_US = saves.RETRY_US, 10_000
     try:
         state = {"x": 0}
         run = sublet.train("job", state, vram="1GiB", every=1, progress=False, save_patience="0.3s")
@@ -402,7 +402,7 @@ def test_progress_nobody_can_save_is_given_up(sqlite_home: Home) -> None:
         assert "step 0 is committed" in told.value.message
     finally:
         CheckpointStore._store_chunks = saved  # type: ignore[method-assign]
-        training.RETRY_US = training_retry
+        saves.RETRY_US = training_retry
     assert holds_lease("job") == ""
 
 
@@ -410,7 +410,7 @@ def test_a_drain_that_cannot_save_still_leaves(sqlite_home: Home, calm: Left) ->
     def work() -> None:
         def stop(run: Any, step: Any) -> None:
             if step.number == 5:
-                wait_until(lambda: run._behind is None or run._behind.saving.done)
+                wait_until(lambda: run._saves.under_way is None or run._saves.under_way.saving.done)
                 failing(1000)
                 os.kill(os.getpid(), signal.SIGTERM)
 
