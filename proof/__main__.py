@@ -1,11 +1,13 @@
 """`python -m proof [ONLY …]`: everything, three parts at a time, within an hour; writes docs/proof.md and a JSON of the numbers.
 
 Exit code 0: no violation, every part finished. 1: something was violated or failed. 3: nothing was, but a part did not finish in time.
+130: it was interrupted; what it had started was ended, and the page is as it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +48,7 @@ class Result:
     run: str = ""  # when the run began that it was part of
 
 
-def run(part: Part, limit_s: float, logs: Path, run_of: str) -> Result:
+def run(part: Part, limit_s: float, logs: Path, run_of: str, interrupted: threading.Event) -> Result:
     result = Result(part.name, part.shows, part.rules, run=run_of)
     result.replay = " ".join([*(f"{k}={v}" for k, v in part.environment.items()), *part.command[1:]])
     result.at, result.commit = time.strftime("%H:%M UTC", time.gmtime()), commit()
@@ -62,17 +65,7 @@ def run(part: Part, limit_s: float, logs: Path, run_of: str) -> Result:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            code: int | None = process.wait(min(limit_s, part.limit_s))
-        except subprocess.TimeoutExpired:
-            code = None
-            # As Ctrl-C would, so that it ends the servers and processes it started.
-            os.killpg(process.pid, 2)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
+        code = _ended(process, began + min(limit_s, part.limit_s), interrupted)
     said = log.read_text(errors="replace")
     result.seconds = round(time.monotonic() - began, 1)
     result.last_words = "\n".join(said.strip().splitlines()[-3:])[-600:]
@@ -85,6 +78,23 @@ def run(part: Part, limit_s: float, logs: Path, run_of: str) -> Result:
     if part.json and numbers.exists():
         result.numbers = json.loads(numbers.read_text())
     return result
+
+
+def _ended(process: subprocess.Popen[bytes], until: float, interrupted: threading.Event) -> int | None:
+    """Its exit code, or None when it had to be ended."""
+    while (code := process.poll()) is None and time.monotonic() < until and not interrupted.is_set():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    if code is not None:
+        return code
+    # As Ctrl-C would, so that it ends the servers and processes it started.
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return None
 
 
 def machine() -> dict[str, str]:
@@ -132,7 +142,8 @@ def merged(earlier: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str
 
 def main(argv: list[str] | None = None) -> int:
     # A shell starts what it does not wait for with Ctrl-C ignored, and so would be every process of every part, those that test Ctrl-C too.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for told in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(told, signal.default_int_handler)
     known = parts()
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
     parser.add_argument("only", nargs="*", help=f"parts: {', '.join(p.name for p in known)}")
@@ -156,19 +167,19 @@ def main(argv: list[str] | None = None) -> int:
     results = {p.name: Result(p.name, p.shows, p.rules, run=run_of) for p in chosen}
     left = sorted(chosen, key=lambda p: (not p.first, -p.expected_s))
     began, load = time.monotonic(), os.getloadavg()[0]
-    lock = threading.Lock()
+    lock, interrupted = threading.Lock(), threading.Event()
 
     def lane() -> None:
         while True:
             with lock:
-                if not left:
+                if not left or interrupted.is_set():
                     return
                 part = left.pop(0)
             remaining = wanted.minutes * 60 - (time.monotonic() - began)
             if remaining < 20:
                 continue
             print(f"{_clock(began)}  {part.name} …", flush=True)
-            done = run(part, remaining, wanted.results, run_of)
+            done = run(part, remaining, wanted.results, run_of, interrupted)
             results[part.name] = done
             counts = ", ".join(f"{n:,} {what}" for what, n in done.counts)
             print(
@@ -177,11 +188,20 @@ def main(argv: list[str] | None = None) -> int:
             if done.verdict == "VIOLATED":
                 print(done.last_words, flush=True)
 
-    lanes = [threading.Thread(target=lane) for _ in range(LANES)]
-    for thread in lanes:
-        thread.start()
-    for thread in lanes:
-        thread.join()
+    # Futures, because a thread whose `join` was interrupted is taken for ended (Python 3.11).
+    with ThreadPoolExecutor(LANES) as pool:
+        lanes = [pool.submit(lane) for _ in range(LANES)]
+        try:
+            wait(lanes)
+        except KeyboardInterrupt:
+            print(
+                f"{_clock(began)}  interrupted: ends what it started; {wanted.page} is as it was", flush=True
+            )
+            interrupted.set()
+            wait(lanes)
+            return 130
+    for done in lanes:
+        done.result()
     ordered = [results[p.name] for p in chosen]
     summary = {
         "at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),

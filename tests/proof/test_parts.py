@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from proof import __main__ as runner
 from proof.page import bound, page
 from proof.parts import Part, parts, printed, told
+from tests.runtime.conftest import process_is_gone, wait_until
 
 ROOT = Path(__file__).parents[2]
 ALL = parts()
@@ -59,7 +62,7 @@ def a_part(name: str, code: str, **over: object) -> Part:
         "rules": "L1",
         "command": [sys.executable, "-c", code],
         "expected_s": 1,
-        "limit_s": 20,
+        "limit_s": 50,
     }
     return Part(name=name, **{**values, **over})  # type: ignore[arg-type]
 
@@ -94,6 +97,34 @@ def test_held_violated_and_not_finished(tmp_path: Path, monkeypatch: pytest.Monk
     assert "**bad**: VIOLATED" in text
     assert "**slow**: not finished" in text
     assert "1.0e-02" in text  # 3 in 300
+
+
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_ends_what_it_started(tmp_path: Path, told: int) -> None:
+    """Each part is in a session of its own: a Ctrl-C of the terminal does not reach it."""
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    program = f"""
+import sys
+from proof import __main__ as runner
+from tests.proof.test_parts import a_part
+
+made = [a_part(name, "", command=[sys.executable, "-c", {code!r}, f"{tmp_path}/{{name}}"]) for name in ("one", "two")]
+runner.parts = lambda: made
+sys.exit(runner.main(["--results", {str(tmp_path)!r}, "--page", "{tmp_path}/proof.md"]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        wait_until(
+            lambda: all(
+                (tmp_path / name).exists() and (tmp_path / name).read_text() for name in ("one", "two")
+            )
+        )
+        process.send_signal(told)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+    assert all(process_is_gone(int((tmp_path / name).read_text())) for name in ("one", "two"))
+    assert not (tmp_path / "proof.md").exists()
 
 
 def test_an_unknown_part_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
