@@ -31,8 +31,8 @@ $(VENV)/.dev: $(VENV)/.base
 	@command -v redis-server >/dev/null && [ -x /usr/lib/rabbitmq/bin/rabbitmq-server ] || { [ "$$(id -u)" = 0 ] && apt-get update -qq \
 	  && RUNLEVEL=1 apt-get install -y -qq redis-server rabbitmq-server >/dev/null; } || echo "no redis-server or rabbitmq-server: the tests of those brokers have no server"
 	@$(PIP) -e '.[dev]'
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
-	  || echo "no chromium: the tests of pages and notebooks in a browser cannot run"
+	@command -v chromium-headless-shell >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && { apt-get install -y -qq chromium-headless-shell >/dev/null 2>&1 \
+	  || apt-get install -y -qq chromium >/dev/null; }; } || command -v chromium >/dev/null || echo "no chromium: the tests of pages and notebooks in a browser cannot run"
 	@command -v npm >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq nodejs npm >/dev/null; } \
 	  || echo "no npm: the tests of Azure's protocol have no server, those of the studio's page cannot ask axe"
 	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite $(AZURITE) \

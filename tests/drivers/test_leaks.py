@@ -295,7 +295,7 @@ def run_program(verbs: Sequence[tuple[str, int]], fuse: Fuse) -> Bench:
     return bench
 
 
-@settings(max_examples=15 * MORE_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8 * MORE_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(verbs=programs)
 @example(verbs=[("alloc", 0), ("load", 0), ("alloc", 1), ("free", 0), ("open", 0), ("alloc", 1), ("load", 1)])
 def test_a_driver_call_that_breaks_leaks_nothing(verbs: list[tuple[str, int]]) -> None:

@@ -23,6 +23,8 @@ from urllib.request import Request, urlopen
 
 import nbformat
 
+from tests.browsers import a_browser
+
 TOKEN = "of-this-test"
 DARK, LIGHT = "JupyterLab Dark", "JupyterLab Light"
 #: Every cell is in the page, also below what is seen.
@@ -226,16 +228,8 @@ def _end(server: subprocess.Popen[bytes], url: str) -> None:
 
 
 @contextlib.contextmanager
-def browser_page(executable: str) -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    # A browser has business of its own with its maker. It finds nobody but this host.
-    args = ["--no-sandbox", "--no-proxy-server", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=args)
-        try:
-            page = browser.new_page(viewport={"width": 1280, "height": 900})
-            page.set_default_timeout(60_000)
-            yield page
-        finally:
-            browser.close()
+def browser_page() -> Iterator[Any]:
+    with a_browser() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(60_000)
+        yield page

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +24,6 @@ from tests.notebook import in_browser, recipe_11
 from tests.notebook.in_browser import DARK, LIGHT, JupyterLab
 from tests.notebook.recipe_11 import Operator, add_up, facts
 from tests.runtime.conftest import Home
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-
 
 #: What waiting looks like is tried without a browser in `test_waiting.py`.
 in_proof = pytest.mark.skipif(MORE_EXAMPLES == 1, reason="in the browser, this is a part of make proof")
@@ -48,14 +44,11 @@ def ledger(home: Home) -> Ledger:
 
 @pytest.fixture(scope="module")
 def jupyterlab(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    need(browser is not None, "a Chromium browser")
-    assert browser is not None
     outside = in_browser.Outside()
     folder = tmp_path_factory.mktemp("lab")
     with (
         in_browser.served(folder, home.environment, outside) as url,
-        in_browser.browser_page(browser) as page,
+        in_browser.browser_page() as page,
     ):
         yield JupyterLab(folder / "notebooks", url, page)
     outside.close()

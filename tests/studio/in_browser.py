@@ -6,16 +6,13 @@ Rules of this file: the page is driven as somebody would, by what it shows and b
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from tests.conftest import need
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 AXE = Path(__file__).parents[2] / ".venv" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
 WIDE, PHONE = {"width": 1600, "height": 1000}, {"width": 360, "height": 780}
 
@@ -69,23 +66,6 @@ class Studio:
 
     def hosts(self) -> set[str]:
         return {urlsplit(url).netloc for url in self.asked if urlsplit(url).scheme not in ("data", "blob")}
-
-
-@contextlib.contextmanager
-def a_browser() -> Iterator[Any]:
-    need(find_spec("playwright") is not None, "playwright")
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    need(found is not None, "a Chromium browser")
-    from playwright.sync_api import sync_playwright
-
-    # A browser has business of its own with its maker. It finds nobody but this host.
-    args = ["--no-sandbox", "--no-proxy-server", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=args)
-        try:
-            yield browser
-        finally:
-            browser.close()
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from sublet.core.lease import EndReason
+from tests.browsers import a_browser
 from tests.conftest import MORE_EXAMPLES
-from tests.studio.in_browser import PHONE, WIDE, Studio, a_browser, a_page, need_axe
+from tests.studio.in_browser import PHONE, WIDE, Studio, a_page, need_axe
 from tests.studio.made_up import PAGE, TOKEN, MadeUp, a_board
 from tests.studio.running import Running, add_device, add_session, give_lease
 

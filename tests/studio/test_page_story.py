@@ -18,9 +18,10 @@ import pytest
 from sublet import wiring
 from sublet.core.token import Scope
 from sublet.ports.ledger import Ledger
+from tests.browsers import a_browser
 from tests.runtime.conftest import close_home, make_home
 from tests.studio.conftest import Attended
-from tests.studio.in_browser import PHONE, Studio, a_browser, a_page, need_axe
+from tests.studio.in_browser import PHONE, Studio, a_page, need_axe
 from tests.studio.served import Served, token_for
 
 pytestmark = pytest.mark.timeout(400)  # three browsers' pages, a service, a warden, an attendant and workers
