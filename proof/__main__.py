@@ -140,10 +140,13 @@ def merged(earlier: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str
     return kept
 
 
-def main(argv: list[str] | None = None) -> int:
-    # A shell starts what it does not wait for with Ctrl-C ignored, and so would be every process of every part, those that test Ctrl-C too.
+def hear_interrupts() -> None:
+    """A shell starts what it does not wait for with Ctrl-C ignored, and so would be every process of every part, those that test Ctrl-C too."""
     for told in (signal.SIGINT, signal.SIGTERM):
         signal.signal(told, signal.default_int_handler)
+
+
+def main(argv: list[str] | None = None) -> int:
     known = parts()
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
     parser.add_argument("only", nargs="*", help=f"parts: {', '.join(p.name for p in known)}")
@@ -233,4 +236,5 @@ def _clock(began: float) -> str:
 
 if __name__ == "__main__":
     tempfile.tempdir = tempfile.gettempdir()
+    hear_interrupts()
     sys.exit(main())

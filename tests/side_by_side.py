@@ -1,6 +1,6 @@
 """`python -m tests.side_by_side [pytest options]`: the whole suite as several pytest runs at once.
 
-Most tests here wait for real time to pass (a ttl, a deadline, a storm) or for a disk, so six runs share two cores well; with more, those
+Most tests here wait for real time to pass (a ttl, a deadline, a storm) or for a disk, so five runs share two cores well; with more, those
 that measure time starve. Python may write down what it compiled: hundreds of interpreters are started. What a run has
 said is shown when it is over, and at the end one line for each. A run that was killed, or left without a summary, has failed.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).parent
-RUNS = 6
+RUNS = 5
 #: About how long each takes, all running; a file that is not named counts as `UNKNOWN`. Files that start the same servers, or fork from the same
 #: process with torch, stay together: the longest name that fits a file is where it belongs.
 SECONDS = {

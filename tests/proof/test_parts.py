@@ -110,6 +110,7 @@ from tests.proof.test_parts import a_part
 
 made = [a_part(name, "", command=[sys.executable, "-c", {code!r}, f"{tmp_path}/{{name}}"]) for name in ("one", "two")]
 runner.parts = lambda: made
+runner.hear_interrupts()
 sys.exit(runner.main(["--results", {str(tmp_path)!r}, "--page", "{tmp_path}/proof.md"]))
 """
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
