@@ -19,7 +19,10 @@ from sublet import running, wiring
 from sublet.core.exits import Outcome
 from sublet.core.lease import EndReason, LeaseState
 from sublet.core.notice import Notice
+from sublet.hosting.command import LocalCommand
 from sublet.notices.notice_file import read_notice
+from sublet.ports.command import Left
+from sublet.runtime.holding import Lease
 from tests.hosting.test_command import STUBBORN
 from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
 from tests.runtime.runs import SCRIPT, Runs, Started, runs_in
@@ -251,6 +254,41 @@ def test_kill_9_of_the_supervisor_is_a_failure_of_its_own(runs: Runs) -> None:
     os.kill(run.folder.facts()["supervisor"][0], signal.SIGKILL)
     assert run.wait() == 0
     assert (run.exit["restarts"], run.exit["preemptions"]) == (1, 0)
+
+
+def test_a_lease_that_ended_with_its_supervisor_was_not_taken_away(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the run looks: a failure is counted as one, though the lease's end is heard before the supervisor's."""
+    heard, late = threading.Event(), []
+    left, on_notice = LocalCommand.left, Lease.on_notice
+
+    def looked_before_it_died(command: LocalCommand) -> Left | None:
+        found = left(command)
+        if found is None or late:
+            return found
+        late.append(heard.wait(30))
+        return None
+
+    def listening(lease: Lease, callback: Callable[[Notice], None]) -> None:
+        on_notice(lease, lambda notice: (callback(notice), heard.set())[0])
+
+    monkeypatch.setattr(LocalCommand, "left", looked_before_it_died)
+    monkeypatch.setattr(Lease, "on_notice", listening)
+    out = runs.path / "out"
+    command = (sys.executable, "-c", textwrap.dedent(SCRIPT), str(out), "85", "1")
+    prepared = running.prepare(running.Wish(command=command, restarts=1, backoff="10ms"), runs.home.settings)
+
+    def kill() -> None:
+        wait_until(out.exists)
+        os.kill(prepared.folder.facts()["supervisor"][0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    done = running.go(prepared, detached=False, say=lambda text: None, on_wait=None)
+    killer.join()
+    assert late == [True]
+    assert (done.exit_code, done.restarts, done.preemptions) == (0, 1, 0)
 
 
 def test_an_old_key_and_an_old_page_are_nobodys(runs: Runs) -> None:

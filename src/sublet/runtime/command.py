@@ -15,6 +15,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -323,19 +324,20 @@ class Run:
 
     def _lease_over(self, lease: Lease, left: Left) -> str:
         """Why the lease ended under the command, if it did: nobody may have been there to say it."""
-        if left.lease_over or lease.seconds_left <= 0:
+        if left.lease_over:
             return left.why or "its lease ran out"
         if left.code is None:
+            # One that ended because its supervisor died was not taken from it.
             with contextlib.suppress(SubletError):
                 row = self._ledger().look(lease.id).lease
-                if row.state is LeaseState.ENDED and row.reason in _TAKEN:
-                    return f"{row.reason.value}: {row.detail}"
-        return ""
+                if row.state is LeaseState.ENDED:
+                    return f"{row.reason.value}: {row.detail}" if row.reason in _TAKEN else ""
+        return (left.why or "its lease ran out") if lease.seconds_left <= 0 else ""
 
     def _watch(self, lease: Lease, command: Command, begun_us: int) -> tuple[Left, Notice | None]:
         """Until the command has left; and the notice it was given, if it was."""
         rung, ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        from_lease: list[Notice] = []
+        from_lease: deque[Notice] = deque()
 
         closing, closed = threading.Lock(), False
 
@@ -353,11 +355,13 @@ class Run:
         lease.on_notice(on_notice)
         try:
             while True:
+                # Before the look: a lease that ended because its supervisor died was not taken from it.
+                heard = [from_lease.popleft() for _ in range(len(from_lease))]
                 left = command.left()
                 if left is not None:
                     return left, told
                 self._look_for_stop(time_up_us)
-                told = self._tell(command, told, from_lease)
+                told = self._tell(command, told, heard)
                 now = self._clock.monotonic_us()
                 pause = LOOK_US if told is None else LOOK_DRAINING_US
                 if time_up_us is not None and time_up_us > now:
@@ -379,11 +383,11 @@ class Run:
             os.close(rung)
             os.close(ring)
 
-    def _tell(self, command: Command, told: Notice | None, from_lease: list[Notice]) -> Notice | None:
+    def _tell(self, command: Command, told: Notice | None, heard: list[Notice]) -> Notice | None:
         """Write the nearest notice, then have the command told; what it has been told by now."""
         nearest = told
         now = self._clock.monotonic_us()
-        for notice in [*from_lease, *([self._stop[1]] if self._stop else [])]:
+        for notice in [*heard, *([self._stop[1]] if self._stop else [])]:
             # The grace counts from when we heard of it, however far away the deadline is.
             bounded = Notice(
                 source=notice.source,
@@ -392,7 +396,6 @@ class Run:
             )
             if nearest is None or notice.deadline_us < nearest.deadline_us:
                 nearest = merge(nearest, bounded)
-        from_lease.clear()
         if self._kill_now and nearest is not None:
             nearest = merge(nearest, Notice(source=nearest.source, reason=nearest.reason, deadline_us=now))
         if nearest is None or nearest is told:
