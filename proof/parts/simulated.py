@@ -10,12 +10,13 @@ def parts() -> list[Part]:
         Part(
             name="deep",
             first=True,
+            alone=True,
             shows="simulated worlds: the real ledger, core and store, every kind of loss, every rule asked after every event",
             rules="L1-L7 S1-S8 C1-C4 C6 T1-T4 K1-K3 A1",
             command=own(
                 "proof.deep",
                 *("--seed", seed(), "--events", "1500", "--faults", "1000000"),
-                *("--seconds", often("SUBLET_DEEP_SECONDS", 900)),
+                *("--seconds", often("SUBLET_DEEP_SECONDS", 1100)),
             ),
             expected_s=1300,
             limit_s=2400,

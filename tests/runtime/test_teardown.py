@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,7 +13,10 @@ from sublet.core.device import Device, Slice
 from sublet.core.errors import DeviceFault
 from sublet.drivers.host import HostDriver
 from sublet.hosting.processes import HostProcesses
+from sublet.runtime import teardown as ending
 from sublet.runtime.teardown import DeviceMemory, Teardown
+
+DEVICE = Device(id="d", host="here", driver="host", ordinal=0, name="d", capacity_bytes=100, free_bytes=100)
 
 
 class Deaf(HostDriver):
@@ -29,21 +34,55 @@ class Deaf(HostDriver):
         raise DeviceFault("the GPU is lost")
 
 
+class Slow(HostDriver):
+    """One question at a time, as on a crowded machine; after so many of them it hangs."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self._left, self._one = answers, threading.Lock()
+
+    def used_bytes(self, device_id: str, ordinal: int, besides: frozenset[int] = frozenset()) -> int | None:
+        with self._one:
+            if not self._left:
+                time.sleep(600)
+            self._left -= 1
+            time.sleep(0.3)
+            return 7
+
+
+@pytest.mark.timeout(60)
+def test_a_device_is_waited_for_while_it_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K1: a clean teardown is called clean on a slow machine; a device that falls silent is given up as soon as ever."""
+    monkeypatch.setattr(ending, "ASK_AFTER_S", 1.0)
+    memory = DeviceMemory({"host": Slow(answers=8)})
+
+    def ask(_: int) -> int | None:
+        try:
+            return memory.used(DEVICE, frozenset(), patience_s=1.0)
+        except DeviceFault:
+            return None
+
+    with ThreadPoolExecutor(9) as together:
+        found = list(together.map(ask, range(9)))
+    assert sorted(found, key=str) == [7] * 8 + [None]
+    begun = time.monotonic()
+    with pytest.raises(DeviceFault, match="within 1 s"):
+        memory.used(DEVICE, frozenset(), patience_s=1.0)
+    assert time.monotonic() - begun < 20
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", ["is lost", "breaks", "hangs"])
 def test_a_device_that_cannot_be_asked_holds_up_no_kill(how: str) -> None:
     """K1, K2: whatever measuring does, the holder is dead in time; what could not be measured is not proven."""
     processes = HostProcesses("here")
-    device = Device(
-        id="d", host="here", driver="host", ordinal=0, name="d", capacity_bytes=100, free_bytes=100
-    )
     with subprocess.Popen(["sleep", "60"]) as child:
         holder = processes.identify(child.pid)
         assert holder is not None
         teardown = Teardown(processes, DeviceMemory({"host": Deaf(how)}), lambda device, size: 0)
         begun = time.monotonic()
         receipt = teardown.run(
-            holder, [Slice("d", 10)], {"d": device}, frozenset, frozenset, term_wait_us=100_000
+            holder, [Slice("d", 10)], {"d": DEVICE}, frozenset, frozenset, term_wait_us=100_000
         )
         assert child.wait(timeout=0) != 0
     assert time.monotonic() - begun < 20
