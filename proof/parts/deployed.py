@@ -25,7 +25,7 @@ def parts() -> list[Part]:
             rules="K1-K3 L1 L2 L6 S1-S3 S6 C4",
             command=pytest("tests/placement", "tests/everywhere"),
             environment=asked(SUBLET_NODE_LOSSES=5),
-            expected_s=430,
+            expected_s=450,
             limit_s=1800,
             counts=told(nodes_lost="SUBLET_NODE_LOSSES"),
         ),

@@ -12,14 +12,14 @@ def parts() -> list[Part]:
             "histories of four processes on each of four SQLite ledgers, some killed: one order explains every answer",
             ops=often("SUBLET_LINEAR_OPS", 1_000_000),
             seconds=often("SUBLET_LINEAR_SECONDS", 1200),
-            expected_s=780,
+            expected_s=850,
         ),
         history(
             "postgres",
             "the same on PostgreSQL",
             ops=often("SUBLET_LINEAR_POSTGRES_OPS", 40_000),
             seconds=often("SUBLET_LINEAR_SECONDS", 400),
-            expected_s=100,
+            expected_s=120,
         ),
     ]
 

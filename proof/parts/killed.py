@@ -18,7 +18,7 @@ def training() -> list[Part]:
             rules="S1-S5 C6",
             command=pytest("tests/training/test_kills.py", timeout_s=3000),
             environment=asked(SUBLET_TRAINING_KILLS=10_000),
-            expected_s=1450,
+            expected_s=1500,
             limit_s=3000,
             counts=printed(
                 kills=r"(\d+) killed, \d+ jobs finished", commits_in_between=r"(\d+) commits in between"
@@ -34,7 +34,7 @@ def training() -> list[Part]:
                 timeout_s=1500,
             ),
             environment=asked(SUBLET_STEP_RACES=50, SUBLET_TRAINING_LOSSES=15),
-            expected_s=340,
+            expected_s=200,
             limit_s=1500,
             counts=told(races_for_one_step="SUBLET_STEP_RACES", losses_a_run="SUBLET_TRAINING_LOSSES"),
         ),
@@ -63,7 +63,7 @@ def leases_and_queues() -> list[Part]:
                 "tests/storms/test_lease_storm.py::test_kill_9_of_holders_and_of_postgres", timeout_s=2700
             ),
             environment=asked(SUBLET_POSTGRES_CRASHES=500),
-            expected_s=400,
+            expected_s=350,
             limit_s=2700,
             counts=printed(
                 server_crashes=r"} crashes (\d+)",
@@ -88,7 +88,7 @@ def leases_and_queues() -> list[Part]:
             rules="L2 S3 S6 S7",
             command=pytest("tests/storms/test_postgres_crowd.py"),
             environment=asked(SUBLET_CROWD_SECONDS=120, SUBLET_CROWD=50),
-            expected_s=250,
+            expected_s=280,
             limit_s=900,
             counts=printed(leases=r"(\d+) leases, \d+ commits", commits=r"leases, (\d+) commits"),
         ),
@@ -98,8 +98,8 @@ def leases_and_queues() -> list[Part]:
             "lease lasts: nobody works past its lease, nothing granted or committed twice, every job the same to the last bit",
             rules="K1 K2 L1-L7 S1-S3 S5 S7 S8 T4",
             command=pytest("tests/storms/test_partitions.py", timeout_s=1500),
-            environment=asked(SUBLET_CUTS=120),
-            expected_s=420,
+            environment=asked(SUBLET_CUTS=100),
+            expected_s=300,
             limit_s=1500,
             counts=printed(
                 cuts_under_random_verbs=r"(\d+) cuts under random",

@@ -18,7 +18,7 @@ def parts() -> list[Part]:
                 *("--seed", seed(), "--events", "1500", "--faults", "1000000"),
                 *("--seconds", often("SUBLET_DEEP_SECONDS", 1100)),
             ),
-            expected_s=1300,
+            expected_s=1500,
             limit_s=2400,
             counts=written(
                 simulated_days="simulated_days",
@@ -34,7 +34,7 @@ def parts() -> list[Part]:
             rules="L2 T3",
             command=pytest("tests/sim/test_agrees.py", "tests/docs/test_traces.py", timeout_s=1500),
             environment=asked(SUBLET_AGREES=4, SUBLET_TRACES_LONG=1),
-            expected_s=270,
+            expected_s=280,
             limit_s=1500,
             counts=told(workloads="SUBLET_AGREES"),
         ),

@@ -29,7 +29,7 @@ def parts() -> list[Part]:
                 timeout_s=1500,
             ),
             environment={"SUBLET_KILLS": "all", **asked(SUBLET_BLOCK_SYSCALLS=1000)},
-            expected_s=430,
+            expected_s=500,
             limit_s=1500,
             counts=printed(crash_points=r": (\d+) places"),
         ),
