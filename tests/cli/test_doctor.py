@@ -154,12 +154,12 @@ def test_a_bucket_and_a_folder_that_are_well(stores: Servers, tmp_path: Path) ->
         assert not [p for p in (tmp_path / "copy").rglob("*") if p.is_file()]
 
 
-@pytest.mark.parametrize("where", ["", "/manifests/"])
-def test_a_server_that_ignores_conditions_cannot_be_a_store(stores: Servers, where: str) -> None:
-    """Everywhere, or only where checkpoints lie: what is tried when a store is opened is not all."""
+@pytest.mark.parametrize(("where", "named"), [("", ""), ("/manifests/", ""), ("", "/team-403")])
+def test_a_server_that_ignores_conditions_cannot_be_a_store(stores: Servers, where: str, named: str) -> None:
+    """Everywhere, or only where checkpoints lie: what is tried when a store is opened is not all. A number in its name is no refusal."""
     with (
         Proxy(stores["moto"], lambda seen: "unconditional" if where in seen.object else None) as proxy,
-        tried(proxy.server, proxy.server.url()) as [check],
+        tried(proxy.server, proxy.server.url() + named) as [check],
     ):
         assert check.status == "fail"
         assert "ignores the condition" in check.seen or "name that was taken" in check.seen

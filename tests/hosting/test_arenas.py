@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -51,18 +52,35 @@ def end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
+@pytest.fixture(autouse=True)
+def _only_what_is_new() -> Iterator[None]:
+    """Whatever other tests of this process have left is none of these."""
+    _BEFORE.update(_memories())
+    yield
+    _BEFORE.clear()
+
+
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[ArenaHolder]:
     with ArenaHolder(tmp_path, "arenas") as made:
         yield made
 
 
+_BEFORE: set[int] = set()
+
+
+def _memories() -> set[int]:
+    """Each that this process has open, by its inode."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.add(os.fstat(int(fd)).st_ino)
+    return found
+
+
 def held_by_us() -> int:
-    return sum("memfd" in os.readlink(f"/proc/self/fd/{f}") for f in os.listdir("/proc/self/fd") if exists(f))
-
-
-def exists(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+    return len(_memories() - _BEFORE)
 
 
 def test_it_is_there_when_its_process_is_gone_and_given_once(tmp_path: Path, holder: ArenaHolder) -> None:

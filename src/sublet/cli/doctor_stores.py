@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import secrets
 import threading
 import time
@@ -90,7 +91,7 @@ def _tried(url: str) -> tuple[Check, Used | None]:
         return _used(part, replica)
     except SubletError as e:
         remedy = e.remedy if e.remedy != type(e).remedy else _may_write()
-        if replica is not None and _is_refused(e) and _reads(replica):
+        if replica is not None and _is_refused(e, replica) and _reads(replica):
             return fail(
                 part,
                 f"{e.message}. It may be read, and not written to",
@@ -111,8 +112,10 @@ def _scheme_and_bucket(url: str) -> tuple[str, str]:
     return scheme, rest.partition("/")[0].partition("@")[0]
 
 
-def _is_refused(error: SubletError) -> bool:
-    return any(word in error.message for word in ("403", "401", "AccessDenied", "do not allow it"))
+def _is_refused(error: SubletError, replica: Replica) -> bool:
+    """By what the server said: the name of a bucket, a prefix or an object may have such a number in it, too."""
+    said = error.message.replace(replica.name, "")
+    return re.search(r"\b(403|401|AccessDenied)\b|do not allow it", said) is not None
 
 
 def _reads(replica: Replica) -> bool:
