@@ -217,13 +217,15 @@ def test_nothing_survives(
             else:
                 done.append(ended)
 
-    monkeypatch.setattr("sys.stdout", open(os.devnull, "w"))  # noqa: SIM115
     threads = [threading.Thread(target=run) for _ in range(AT_ONCE)]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        # Undone before `capfd` is: it would put back what that has closed by then.
+        with monkeypatch.context() as quiet, open(os.devnull, "w") as nowhere:
+            quiet.setattr("sys.stdout", nowhere)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         ledger = wiring.open_ledger(home.settings)
         receipts = [t.receipt for t in ledger.receipts(limit=10 * SESSIONS)]
         assert len(done) == SESSIONS
