@@ -539,7 +539,7 @@ def test_an_edited_result_is_named(sublet: Call, home: Home) -> None:
 #: `make proof` says a million.
 MANY = int(os.environ.get("SUBLET_QUEUE_ITEMS", "30000"))
 FEW = 2000
-#: Of growth from few to many. An item is a kilobyte in memory: what held them all would need fifty times as much.
+#: Of growth from few to many. An item is a kilobyte in memory: what held them all would need more than twice as much.
 MOST_KB = 12_000
 
 MEMORY = """
