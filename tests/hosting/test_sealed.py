@@ -358,9 +358,14 @@ def test_an_interrupt_is_not_lost_on_a_worker_that_has_not_read_the_call_yet(
 def test_a_call_that_was_interrupted_before_it_began_stops_where_it_begins(worker: LocalWorker) -> None:
     sink = Heard()
     sink.interrupted = True
-    fine, told = run(worker, "import time\ntime.sleep(60)", sink=sink)
+    slow = worker.holder.pid  # the supervisor, which would send a signal
+    os.kill(slow, signal.SIGSTOP)
+    wakes = threading.Timer(0.4, os.kill, (slow, signal.SIGCONT))
+    wakes.start()
+    fine, told = run(worker, "began = True\nimport time\ntime.sleep(60)", sink=sink)
     assert (fine, told["kind"]) == (False, "KeyboardInterrupt")
-    assert run(worker, "1 + 1")[0]
+    wakes.join()
+    assert run(worker, "assert 'began' not in globals()") == (True, {"launches": 0}), "some of it had run"
 
 
 def test_interrupts_at_any_moment_are_never_the_next_calls(worker: LocalWorker) -> None:
