@@ -1,6 +1,8 @@
 # The two commands of the README are `make demo` and `make test`. Both set up what they need, once.
 PYTHON ?= python3
 VENV := .venv
+# Hundreds of interpreters are started: each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 AZURITE := azurite@3
 HUB_PROXY := configurable-http-proxy@5

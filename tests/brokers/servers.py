@@ -52,6 +52,7 @@ class Place:
     kind: ClassVar[str]
     restarts: ClassVar[bool] = False
     brief: ClassVar[dict[str, Any]] = {}  # options that make a lost message come again soon
+    asleep_s: ClassVar[float] = 0  # how long a lost message is not asked for, where asking costs the machine more than waiting
     bytes_too: ClassVar[bool] = True  # a message can be something else than text
     many: ClassVar[int] = 1250  # more than any broker takes at once
     environment: dict[str, str]
@@ -355,6 +356,7 @@ class PubSub(Place):
     library = "google.pubsub_v1"
     extra = "pubsub"
     many = 250  # a Java program that has just begun
+    asleep_s: ClassVar[float] = 9.5  # the emulator keeps a core busy for each pull that waits
 
     def __init__(self) -> None:
         jars = [p for sdk in SDKS for p in sdk.glob("platform/pubsub-emulator/lib/*emulator*.jar")]

@@ -105,6 +105,7 @@ def test_killed_before_settling(place: Place, opened: Open) -> None:
     with holding(place, queue, 3, **place.brief) as held:
         pass
     assert held
+    time.sleep(place.asleep_s)
     again = receive_all(broker, 3)
     assert {m.key for m in again} == {"item-0", "item-1", "item-2"} >= set(held)
     assert {m.body for m in again} == {0, 1, 2}

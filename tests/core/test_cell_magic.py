@@ -147,6 +147,7 @@ def test_a_cell_with_magics_does_the_same_with_nothing_but_what_it_reads(
         ("!echo {x['k']} {w} $n ${m} words", "x k w n m", ""),
         ("!echo plain words", "", ""),
         ("!echo $n words", "n", ""),
+        ("!echo $if $² $n", "n", ""),  # neither a keyword nor a superscript is a name
         ("get_ipython().system('echo {x +\\n z}')", "x z", ""),
         ("for i in v:\n    !echo {i}", "v", "i"),
         ("a = !ls {d}\nprint(a)", "d", "a"),

@@ -133,4 +133,4 @@ def _python(text: str) -> Asked | None:
 
 
 def _seen_by_the_shell(text: str) -> frozenset[str]:
-    return identifiers(*_BRACES.findall(text)) | frozenset(_AFTER_DOLLAR.findall(text))
+    return identifiers(*_BRACES.findall(text), *_AFTER_DOLLAR.findall(text))
