@@ -98,8 +98,8 @@ def leases_and_queues() -> list[Part]:
             "lease lasts: nobody works past its lease, nothing granted or committed twice, every job the same to the last bit",
             rules="K1 K2 L1-L7 S1-S3 S5 S7 S8 T4",
             command=pytest("tests/storms/test_partitions.py", timeout_s=1500),
-            environment=asked(SUBLET_CUTS=100),
-            expected_s=300,
+            environment=asked(SUBLET_CUTS=60),
+            expected_s=220,
             limit_s=1500,
             counts=printed(
                 cuts_under_random_verbs=r"(\d+) cuts under random",

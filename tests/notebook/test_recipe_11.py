@@ -16,7 +16,7 @@ from sublet.core.lease import EndReason
 from sublet.core.meter import of_ended
 from sublet.ports.ledger import Ledger
 from sublet.wiring import open_ledger
-from tests.conftest import need
+from tests.conftest import MORE_EXAMPLES, need
 from tests.notebook import recipe_11
 from tests.notebook.recipe_11 import Operator, add_up, facts
 from tests.runtime.conftest import Home
@@ -116,6 +116,10 @@ def test_undisturbed_it_trains_on_one_lease(undisturbed: Done, ledger: Ledger) -
     check_the_cost_that_is_shown(undisturbed, ledger)
 
 
+@pytest.mark.skipif(
+    MORE_EXAMPLES == 1,
+    reason="a part of make proof: the reader's own operator, and the one in JupyterLab, do the same",
+)
 def test_the_gpu_goes_in_the_middle_and_a_rerun_goes_on_from_what_was_kept(
     undisturbed: Done, ledger: Ledger
 ) -> None:
