@@ -478,7 +478,7 @@ class LocalWorker:
                     raise WorkerLost(f"the worker had ended: {self._ending}", begun=False)
                 self._serial += 1
                 self._was_woken()  # for a call that is over
-                if sink.interrupted:  # before it was sent: none of it may run, and a signal could come too late for that
+                if sink.interrupted:  # none of it may run, and a signal could come too late for that
                     inside.write_interrupted(self._page, self._serial)
                 self._shown.most_bytes = screen.most_bytes
                 return self._sealed_trip(target, parts, screen, sink)
