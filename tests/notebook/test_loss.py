@@ -364,5 +364,21 @@ def test_the_lines_add_up_to_the_ledgers_usage_exactly(kernel: Kernel, shared_la
     assert "to the microsecond" in text[-1]
 
 
+def test_a_lease_that_ends_while_the_bill_is_written_is_on_the_next_one(kernel: Kernel) -> None:
+    kernel.fine(gpu("1"))
+    kernel.fine(
+        "from sublet.notebook.extension import bench_of\ncells = bench_of(get_ipython()).cells\nsettle = cells.settle_account\n"
+        "def and_then_it_ends():\n    settle()\n    cells.lease.release()\n"
+        "cells.settle_account = and_then_it_ends"
+    )
+    bill = kernel.fine("%gpu cost").texts[-1]
+    assert "tell us" not in bill
+    assert "A lease ended just now" in bill
+    kernel.fine("del cells.settle_account")
+    bill = kernel.fine("%gpu cost").texts[-1]
+    assert "to the microsecond" in bill
+    assert "just now" not in bill
+
+
 def test_the_journal_verifies(shared_lab: Lab) -> None:
     assert open_ledger(shared_lab.home.settings).verify().faults == ()

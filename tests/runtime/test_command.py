@@ -265,13 +265,15 @@ def test_a_lease_that_ended_with_its_supervisor_was_not_taken_away(
 
     def looked_before_it_died(command: LocalCommand) -> Left | None:
         found = left(command)
-        if found is None or late:
+        if (
+            found is None or late or heard.is_set()
+        ):  # on a crowded machine it was heard before this look: there is nothing to put off
             return found
         late.append(heard.wait(30))
         return None
 
     def listening(lease: Lease, callback: Callable[[Notice], None]) -> None:
-        on_notice(lease, lambda notice: (callback(notice), heard.set())[0])
+        on_notice(lease, lambda notice: (heard.set(), callback(notice))[1])
 
     monkeypatch.setattr(LocalCommand, "left", looked_before_it_died)
     monkeypatch.setattr(Lease, "on_notice", listening)
@@ -287,7 +289,7 @@ def test_a_lease_that_ended_with_its_supervisor_was_not_taken_away(
     killer.start()
     done = running.go(prepared, detached=False, say=lambda text: None, on_wait=None)
     killer.join()
-    assert late == [True]
+    assert all(late)
     assert (done.exit_code, done.restarts, done.preemptions) == (0, 1, 0)
 
 

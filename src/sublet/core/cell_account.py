@@ -106,6 +106,10 @@ class Account:
     def leases(self) -> tuple[str, ...]:
         return tuple(self._leases)
 
+    def is_settled(self, lease_id: str) -> bool:
+        """The ledger's end of it is here, so its lines are all of it."""
+        return lease_id in self._ended
+
     def line(self, lease_id: str, cell: int) -> Line | None:
         """A cell's, as it is now: the end of its lease may have cut it since it was written."""
         return next((item for item in self.lines(lease_id) if item.cell == cell), None)

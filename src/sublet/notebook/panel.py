@@ -161,10 +161,12 @@ class Panel:
                 row = self._bench.cells.look(lease_id).lease
             except SubletError:
                 return "The ledger cannot be asked now; the lines are its own clock's."
-            if row.state is LeaseState.ENDED:
+            if cells.account.is_settled(lease_id):
                 ours += cells.account.gpu_us(lease_id)
                 theirs += of_ended(row).gpu_us
                 ended += 1
+            elif row.state is LeaseState.ENDED:  # after the lines above were read
+                parts.append("A lease ended just now: its last line comes with the next `%gpu cost`.")
             else:
                 parts.append("The lease is still open: its time is counted to its last cell.")
         if ours != theirs:  # cannot be; if it is, nobody should find it out from a bill
