@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Parts at a time. Most of them wait for a disk, a deadline or each other's processes half of the time, so three share two cores well.
 LANES = 3
 #: How nice a part of many processes is: the scheduler is fair to processes, and one that counts alone would get a tenth of what they do.
-MAKING_WAY = "5"
+MAKING_WAY = "10"
 
 
 @dataclass(slots=True)

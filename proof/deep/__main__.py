@@ -26,8 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default: a new one)")
     parser.add_argument("--worlds", type=int, default=1, help="how many, with the seeds after it")
     parser.add_argument("--events", type=int, default=2000, help="messages to the ledger in each")
-    parser.add_argument("--seconds", type=float, default=0, help="as many worlds as fit in so long")
-    parser.add_argument("--faults", type=int, default=0, help="and until so many faults were injected")
+    parser.add_argument("--seconds", type=float, default=0, help="as many worlds as fit in so long, at most")
+    parser.add_argument(
+        "--faults", type=int, default=0, help="no more worlds when so many faults were injected"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument(
         "--journal", action="store_true", help="print the fingerprint of each world's journal"
@@ -39,8 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     done: list[Outcome] = []
     number = faults = 0
     while number < wanted.worlds or (
-        time.monotonic() - began < wanted.seconds
-        or (wanted.seconds and faults < wanted.faults and time.monotonic() - began < 2 * wanted.seconds)
+        time.monotonic() - began < wanted.seconds and not 0 < wanted.faults <= faults
     ):
         outcome = simulate(seed + number, wanted.events)
         number += 1

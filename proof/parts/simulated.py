@@ -16,10 +16,10 @@ def parts() -> list[Part]:
             command=own(
                 "proof.deep",
                 *("--seed", seed(), "--events", "1500", "--faults", "1000000"),
-                *("--seconds", often("SUBLET_DEEP_SECONDS", 1100)),
+                *("--seconds", often("SUBLET_DEEP_SECONDS", 3000)),
             ),
             expected_s=1500,
-            limit_s=2400,
+            limit_s=3100,
             counts=written(
                 simulated_days="simulated_days",
                 worlds="worlds",
@@ -33,8 +33,8 @@ def parts() -> list[Part]:
             shows="the simulator beside real processes, and the figures of the recorded traces",
             rules="L2 T3",
             command=pytest("tests/sim/test_agrees.py", "tests/docs/test_traces.py", timeout_s=1500),
-            environment=asked(SUBLET_AGREES=4, SUBLET_TRACES_LONG=1),
-            expected_s=280,
+            environment=asked(SUBLET_AGREES=3, SUBLET_TRACES_LONG=1),
+            expected_s=220,
             limit_s=1500,
             counts=told(workloads="SUBLET_AGREES"),
         ),
