@@ -11,6 +11,7 @@ import itertools
 import os
 import queue
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,17 @@ def inhabitants(namespace: int) -> list[int]:
     return found
 
 
+def runs_on(pid: int) -> bool:
+    """One that was killed runs nothing more: on a crowded machine it may wait for a CPU, only to leave."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return not process_is_gone(pid) and not any(
+            int(mask, 16) >> (signal.SIGKILL - 1) & 1
+            for mask in re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, re.M)
+        )
+    return False
+
+
 def pieces_of(device_id: str) -> set[int]:
     """The device memory in use, piece by piece: a later session on the device has others."""
     found = set()
@@ -108,7 +120,7 @@ def stopped_ledger(home: Home, seconds: float) -> Iterator[None]:
 
 
 def session(home: Home, kind: str, outside: str, chance: random.Random) -> Ended | None:
-    """One session, from lease to deadline + 1 s. None when no lease was to be had."""
+    """One session, from lease to deadline + 1 s. None when no lease was to be had, or not in time."""
     ledger = wiring.open_ledger(home.settings)
     try:
         request = sublet.gpu(vram="32MiB", ttl="900ms", exclusivity="device", wait="20s", holder="worker")
@@ -118,7 +130,10 @@ def session(home: Home, kind: str, outside: str, chance: random.Random) -> Ended
     worker = lease._worker
     assert isinstance(worker, LocalWorker)
     # Held open, so that its number is not given to the next session's while we still ask for this one's.
-    held_open = os.open(f"/proc/{worker.worker_pid}/ns/pid", os.O_RDONLY)
+    try:
+        held_open = os.open(f"/proc/{worker.worker_pid}/ns/pid", os.O_RDONLY)
+    except FileNotFoundError:  # on a crowded machine its time may be over before it could begin
+        return None
     namespace = os.fstat(held_open).st_ino
     assert namespace != namespace_of(os.getpid())
     deadline = lease._ends_us
@@ -149,8 +164,9 @@ def session(home: Home, kind: str, outside: str, chance: random.Random) -> Ended
         pause = deadline + 1_000_000 - time.monotonic_ns() // 1000
         time.sleep(max(0, pause) / 1e6)
         late_us = time.monotonic_ns() // 1000 - deadline
-        survivors = inhabitants(namespace)
+        survivors = [pid for pid in inhabitants(namespace) if runs_on(pid)]
         held = len(mine & pieces_of(lease.devices[0]))
+    wait_until(lambda: not inhabitants(namespace), 30)
     os.close(held_open)
     wait_until(lambda: _settled(home, lease.id), 30)
     device = next(d for d in ledger.devices() if d.id == lease.devices[0])
