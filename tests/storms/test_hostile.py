@@ -165,8 +165,8 @@ def session(home: Home, kind: str, outside: str, chance: random.Random) -> Ended
         time.sleep(max(0, pause) / 1e6)
         late_us = time.monotonic_ns() // 1000 - deadline
         survivors = [pid for pid in inhabitants(namespace) if runs_on(pid)]
-        held = len(mine & pieces_of(lease.devices[0]))
     wait_until(lambda: not inhabitants(namespace), 30)
+    held = len(mine & pieces_of(lease.devices[0]))  # what a killed one holds goes with it
     os.close(held_open)
     wait_until(lambda: _settled(home, lease.id), 30)
     device = next(d for d in ledger.devices() if d.id == lease.devices[0])

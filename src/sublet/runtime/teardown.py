@@ -28,7 +28,7 @@ from sublet.ports.processes import Processes, Receipt
 #: A driver frees a killed process's memory within this, or something holds it.
 BACK_WAIT_US = 2_000_000
 #: How long a device may take to say what is in use: while a process still lives, and when nothing waits for it any more.
-ASK_BEFORE_S, ASK_AFTER_S = 0.1, 10.0
+ASK_BEFORE_S, ASK_AFTER_S = 0.1, 30.0
 #: And in all, where it answers others meanwhile: a machine on which a thousand leases end at once is slow, not wedged.
 ASK_IN_ALL_S = 120.0
 
