@@ -28,7 +28,7 @@ from sublet.settings import load_settings
 from sublet.testing.postgres import PostgresServer
 from tests.forked import Forked
 
-ITEMS = int(os.environ.get("SUBLET_QUEUE_STORM", "2500"))
+ITEMS = int(os.environ.get("SUBLET_QUEUE_STORM", "1500"))
 SEED = int(os.environ.get("SUBLET_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 WORKERS = 8
 KILL_EVERY = 0.1
