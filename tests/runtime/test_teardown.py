@@ -13,7 +13,6 @@ from sublet.core.device import Device, Slice
 from sublet.core.errors import DeviceFault
 from sublet.drivers.host import HostDriver
 from sublet.hosting.processes import HostProcesses
-from sublet.runtime import teardown as ending
 from sublet.runtime.teardown import DeviceMemory, Teardown
 
 DEVICE = Device(id="d", host="here", driver="host", ordinal=0, name="d", capacity_bytes=100, free_bytes=100)
@@ -51,14 +50,13 @@ class Slow(HostDriver):
 
 
 @pytest.mark.timeout(60)
-def test_a_device_is_waited_for_while_it_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_waited_for_while_it_answers_others() -> None:
     """K1: a clean teardown is called clean on a slow machine; a device that falls silent is given up as soon as ever."""
-    monkeypatch.setattr(ending, "ASK_AFTER_S", 1.0)
-    memory = DeviceMemory({"host": Slow(answers=8)})
+    memory = DeviceMemory({"host": Slow(answers=8)}, silent_after_s=1.0)
 
     def ask(_: int) -> int | None:
         try:
-            return memory.used(DEVICE, frozenset(), patience_s=1.0)
+            return memory.used(DEVICE, frozenset())
         except DeviceFault:
             return None
 
@@ -67,7 +65,7 @@ def test_a_device_is_waited_for_while_it_answers_others(monkeypatch: pytest.Monk
     assert sorted(found, key=str) == [7] * 8 + [None]
     begun = time.monotonic()
     with pytest.raises(DeviceFault, match="within 1 s"):
-        memory.used(DEVICE, frozenset(), patience_s=1.0)
+        memory.used(DEVICE, frozenset())
     assert time.monotonic() - begun < 20
 
 
@@ -79,7 +77,9 @@ def test_a_device_that_cannot_be_asked_holds_up_no_kill(how: str) -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         holder = processes.identify(child.pid)
         assert holder is not None
-        teardown = Teardown(processes, DeviceMemory({"host": Deaf(how)}), lambda device, size: 0)
+        teardown = Teardown(
+            processes, DeviceMemory({"host": Deaf(how)}, silent_after_s=1.0), lambda device, size: 0
+        )
         begun = time.monotonic()
         receipt = teardown.run(
             holder, [Slice("d", 10)], {"d": DEVICE}, frozenset, frozenset, term_wait_us=100_000

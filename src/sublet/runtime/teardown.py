@@ -45,13 +45,16 @@ class _Place:
 class DeviceMemory:
     """What is in use on this host's devices, beside what was in use before anybody leased them."""
 
-    def __init__(self, drivers: Mapping[str, Driver]) -> None:
+    def __init__(self, drivers: Mapping[str, Driver], *, silent_after_s: float = ASK_AFTER_S) -> None:
         self._drivers = drivers
+        self._silent_after_s = silent_after_s
         self._baseline: dict[str, int] = {}
         self._answered_at: dict[str, float] = {}  # when a device last said anything, to whomever
 
-    def used(self, device: Device, besides: frozenset[int], *, patience_s: float = ASK_AFTER_S) -> int | None:
+    def used(self, device: Device, besides: frozenset[int], *, patience_s: float | None = None) -> int | None:
         """None when only process death can tell; `DeviceFault` when the device fails or does not answer."""
+        hurried = patience_s is not None
+        patience_s = self._silent_after_s if patience_s is None else patience_s
         driver = self._drivers.get(device.driver)
         if driver is None:
             return None
@@ -73,7 +76,7 @@ class DeviceMemory:
                 break
             except queue.Empty:
                 heard = self._answered_at.get(device.id, 0.0)
-                if patience_s < ASK_AFTER_S or heard <= waits_from or heard - asked_at > ASK_IN_ALL_S:
+                if hurried or heard <= waits_from or heard - asked_at > ASK_IN_ALL_S:
                     raise DeviceFault(
                         f"it did not say within {patience_s:g} s what is in use on it"
                     ) from None
