@@ -387,9 +387,6 @@ class Tried:
 def run_test(test: str, source: Path, seconds: float = SECONDS) -> tuple[int | None, str]:
     """pytest's exit code, None when it took too long; and what it said."""
     environment = {**os.environ, "PYTHONPATH": f"{source.parent}:{ROOT}"}
-    environment.pop(
-        "PYTHONDONTWRITEBYTECODE", None
-    )  # a test starts many processes, and each would compile what was changed
     # Plain: that it fails is enough, and how two long lists differ may take minutes to say.
     command = [
         sys.executable,
@@ -426,9 +423,8 @@ def try_out(mutant: Mutant) -> Tried:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sublet-mutant-") as folder:
         copy = Path(folder) / "sublet"
-        shutil.copytree(
-            SOURCE, copy
-        )  # with what was compiled: it is still that of every file that is not changed
+        # With what was compiled: it is still that of every file that is not changed.
+        shutil.copytree(SOURCE, copy)
         for path, text in applied(mutant, copy).items():
             path.write_text(text)
         code, said = run_test(mutant.test, copy)

@@ -33,9 +33,8 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
     counts: Way = lambda said, numbers, told: []
     json: bool = False  # it writes its numbers to a file
-    alone: bool = (
-        False  # one process, which beside a storm of many would get the least: the others make way for it
-    )
+    #: One process, which beside a storm of many would get the least: the others make way for it.
+    alone: bool = False
     first: bool = False  # a count that is claimed hangs on it: it begins before the others, should the hour not be enough for all
 
 

@@ -52,9 +52,8 @@ class Place:
     kind: ClassVar[str]
     restarts: ClassVar[bool] = False
     brief: ClassVar[dict[str, Any]] = {}  # options that make a lost message come again soon
-    asleep_s: ClassVar[float] = (
-        0  # how long a lost message is not asked for, where asking costs the machine more than waiting
-    )
+    #: How long a lost message is not asked for, where asking costs the machine more than waiting.
+    asleep_s: ClassVar[float] = 0
     bytes_too: ClassVar[bool] = True  # a message can be something else than text
     many: ClassVar[int] = 1250  # more than any broker takes at once
     environment: dict[str, str]

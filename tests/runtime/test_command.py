@@ -265,9 +265,8 @@ def test_a_lease_that_ended_with_its_supervisor_was_not_taken_away(
 
     def looked_before_it_died(command: LocalCommand) -> Left | None:
         found = left(command)
-        if (
-            found is None or late or heard.is_set()
-        ):  # on a crowded machine it was heard before this look: there is nothing to put off
+        # Heard before this look, as on a crowded machine: there is nothing to put off.
+        if found is None or late or heard.is_set():
             return found
         late.append(heard.wait(30))
         return None
