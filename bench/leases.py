@@ -252,9 +252,13 @@ class _NoGate(SqliteEngine):
     """What the ledger would be without its gate and its own fsync."""
 
     def _write_alone(self, work: Callable[[Any], T], durable: bool) -> T:
-        connection = self.connection()
-        connection.db.execute("PRAGMA synchronous = full")
-        _, result = self._transact(connection, work)
+        lending = self._lent()
+        connection = lending.take()
+        try:
+            connection.db.execute("PRAGMA synchronous = full")
+            _, result = self._transact(connection, work)
+        finally:
+            lending.give_back(connection)
         return result
 
 
