@@ -42,7 +42,7 @@ FEW, MANY = 50, int(os.environ.get("SUBLET_BENCH_SESSIONS", "1000"))
 MANY_TTL_SECONDS = 60
 PATIENCE_SECONDS = 900
 #: Of the memory that is free: the machine is not ours alone.
-MEMORY_PART = 0.6
+MEMORY_PART = 0.75
 CODE = "import numpy; int(numpy.arange(10).sum())"
 
 
