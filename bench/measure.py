@@ -26,7 +26,7 @@ SETTLE_S = 0.03  # what the last subject left to its background threads should n
 @dataclass(frozen=True)
 class Subject:
     name: str
-    cycle: Callable[[], None]
+    cycle: Callable[[], object]
     ops: int  # operations one cycle counts for
     warm_cycles: int = 30
 

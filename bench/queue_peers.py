@@ -431,7 +431,7 @@ def dramatiq(address: str) -> Iterator[Client]:
         consumer = consumers.get(count)
         if consumer is None:
             consumer = consumers[count] = broker.consume(QUEUE, prefetch=count, timeout=1)
-        messages = []
+        messages: list[Any] = []
         while len(messages) < count:
             message = next(consumer)
             if message is None:

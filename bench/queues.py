@@ -285,7 +285,7 @@ def _end(worker: BaseProcess, pipe: Connection) -> None:
 # --- rounds --------------------------------------------------------------------------------------------------
 
 
-def _one_process(subjects: Sequence[Subject], disk: Callable[[], None]) -> list[float]:
+def _one_process(subjects: Sequence[Subject], disk: Callable[[], object]) -> list[float]:
     """Fills the subjects' rates; returns what the bare disk did in the same rounds."""
     for subject in subjects:
         for batch in BATCHES:

@@ -13,6 +13,7 @@ import contextlib
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from bench import postgres_scaling
 from bench.ledgers import (
@@ -37,7 +38,7 @@ ROUNDS = 7
 CYCLES = 40
 LONG_TTL_US = 3_600_000_000
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "a slice on a named host": {},
     "a slice on any host": {"host": ""},
     "a whole device on any host": {"host": "", "exclusivity": Exclusivity.DEVICE},
@@ -106,7 +107,7 @@ def _compare(engine: str, small: SqlLedger, large: SqlLedger) -> Section:
     for what, asked in CASES.items():
         costs: list[list[tuple[float, float]]] = [[], []]
         requests = [
-            Request(**({"tenant": TENANT, "vram_bytes": GIB // 2, "ttl_us": TTL_US, "host": host} | asked))  # type: ignore[arg-type]
+            Request(**{"tenant": TENANT, "vram_bytes": GIB // 2, "ttl_us": TTL_US, "host": host, **asked})
             for _, host in pools
         ]
         for (ledger, host), request in zip(pools, requests, strict=True):

@@ -283,7 +283,7 @@ def _stalls(place: Path) -> Section:
     dcp.close()
     store.close()
     for loop in loops.values():
-        loop.close()  # leaves in the middle of a step: what is committed is committed
+        loop.close()  # type: ignore[attr-defined]  # leaves in the middle of a step: what is committed is committed
     return _stall_section(windows, job)
 
 

@@ -17,9 +17,15 @@ GOALS = (
 )
 
 
-def bound(trials: int) -> str:
+#: Below it 3/n is not the limit any more, and would say little.
+FEWEST_FOR_A_BOUND = 30
+#: A count that says how much was done, not how often a violation could have shown.
+NOT_TRIALS = frozenset({"bugs killed", "seconds away", "times the usual examples"})
+
+
+def bound(what: str, count: int) -> str:
     """With no violation in n independent trials, the chance of one in a trial is below 3/n, at 95 %."""
-    return f"{3 / trials:.1e}" if trials else "–"
+    return f"{3 / count:.1e}" if count >= FEWEST_FOR_A_BOUND and what not in NOT_TRIALS else "–"
 
 
 def made_of(summary: dict[str, Any]) -> str:
@@ -28,8 +34,11 @@ def made_of(summary: dict[str, Any]) -> str:
     others = [p for p in found if p.get("run") != summary["run"]]
     never = summary.get("never", [])
     if not others and not never:
-        return f"All {len(found)} parts were tried in this one run, {summary['lanes']} at a time."
-    said = [f"{len(found) - len(others)} parts were tried in this run, {summary['lanes']} at a time."]
+        return f"All {len(found)} parts were tried in this one run, up to {summary['lanes']} at a time."
+    tried = len(found) - len(others)
+    said = [
+        f"{tried} part{'s were' if tried != 1 else ' was'} tried in this run, up to {summary['lanes']} at a time."
+    ]
     if others:
         said.append(f"Of earlier runs, as their lines say: {', '.join(p['name'] for p in others)}.")
     if never:
@@ -51,7 +60,7 @@ def page(summary: dict[str, Any]) -> str:
         made_of(summary),
         "",
         "A line counts only if its part finished and held. The bound is the 95 % upper limit of the rate of violations that a count of trials without one",
-        "supports, 3/n: it is about trials like these, and says nothing of faults nobody thought of.",
+        f"supports, 3/n: it is about trials like these, and says nothing of faults nobody thought of. Fewer than {FEWEST_FOR_A_BOUND} support none.",
         "",
         "| wanted | at least | counted | |",
         "|---|---|---|---|",
@@ -71,13 +80,14 @@ def page(summary: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for part in found:
-        counts = part["counts"] or [("–", 0)]
-        for number, (what, n) in enumerate(counts):
-            first = number == 0
+        held = part["verdict"] == "held"
+        violations = "0" if held else "see below" if part["verdict"] == "VIOLATED" else "–"
+        for number, (what, n) in enumerate(part["counts"] or [("–", 0)]):
+            about = (
+                (part["name"], part["shows"], part["rules"], part["verdict"]) if number == 0 else ("",) * 4
+            )
             out.append(
-                f"| {part['name'] if first else ''} | {part['shows'] if first else ''} | {part['rules'] if first else ''} "
-                f"| {part['verdict'] if first else ''} | {f'{n:,} {what}' if n else '–'} "
-                f"| {0 if part['verdict'] == 'held' else '–' if part['verdict'] != 'VIOLATED' else 'see below'} | {bound(n)} "
+                f"| {' | '.join(about)} | {f'{n:,} {what}' if n else '–'} | {violations} | {bound(what, n) if held else '–'} "
                 f"| {part['seconds'] / 60:.1f} | {part.get('at', '')} {part.get('commit', '')} |"
             )
     bad = [p for p in found if p["verdict"] != "held"]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,8 @@ def test_all_of_it_fits_into_an_hour() -> None:
         begins = min(lanes)
         assert not part.first or begins <= 1800, part.name
         lanes[lanes.index(begins)] += part.expected_s
+        if part.alone:
+            lanes.append(begins + part.expected_s)
     assert max(lanes) <= 3400, lanes
 
 
@@ -82,7 +85,7 @@ def test_held_violated_and_not_finished(tmp_path: Path, monkeypatch: pytest.Monk
     made[0] = a_part("good", "import time; time.sleep(60)", limit_s=1)
     assert runner.main(["good", *where]) == 3, "cut off: what was found before stays"
     assert (
-        "parts were tried in this run, 3 at a time. Of earlier runs, as their lines say:"
+        "1 part was tried in this run, up to 3 at a time. Of earlier runs, as their lines say:"
         in (tmp_path / "proof.md").read_text()
     )
     found = {p["name"]: p for p in json.loads((tmp_path / "results.json").read_text())["parts"]}
@@ -128,10 +131,87 @@ sys.exit(runner.main(["--results", {str(tmp_path)!r}, "--page", "{tmp_path}/proo
     assert not (tmp_path / "proof.md").exists()
 
 
+def test_when_what_only_computes_is_over_one_more_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the others waits until all four have begun."""
+    code = f"""
+import pathlib, sys, time
+here = pathlib.Path({str(tmp_path)!r})
+(here / sys.argv[1]).touch()
+until = time.monotonic() + 60
+while len(list(here.glob("other*"))) < 4:
+    assert time.monotonic() < until
+    time.sleep(0.01)
+"""
+    made = [a_part("computes", "pass", alone=True, first=True)]
+    made += [
+        a_part(name, "", command=[sys.executable, "-c", code, name], limit_s=100)
+        for name in ("other1", "other2", "other3", "other4")
+    ]
+    monkeypatch.setattr(runner, "parts", lambda: made)
+    assert runner.main(["--results", str(tmp_path / "results"), "--page", str(tmp_path / "proof.md")]) == 0
+    assert "All 5 parts were tried in this one run, up to 4 at a time." in (tmp_path / "proof.md").read_text()
+
+
 def test_an_unknown_part_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         runner.main(["nothing"])
     assert "no part nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("what", "count", "supports"),
+    [
+        ("kills", 10_000, "3.0e-04"),
+        ("kills", 30, "1.0e-01"),
+        ("kills", 29, "–"),
+        ("kills", 0, "–"),
+        ("seconds away", 3600, "–"),
+    ],
+)
+def test_what_a_count_supports(what: str, count: int, supports: str) -> None:
+    assert bound(what, count) == supports
+
+
+def test_what_did_not_hold_supports_nothing() -> None:
+    parts: list[dict[str, Any]] = [
+        {"name": name, "shows": "s", "rules": "L1", "verdict": verdict, "run": "now", "counts": [("kills", 300)], "seconds": 6, "replay": "again"}
+        for name, verdict in (("good", "held"), ("bad", "VIOLATED"), ("cut", "not finished"))
+    ]  # fmt: skip
+    parts[0]["run"] = "before"
+    text = page(
+        {
+            "at": "now",
+            "seed": "1",
+            "seconds": 60,
+            "load_before": 1.0,
+            "machine": {},
+            "run": "now",
+            "lanes": 3,
+            "parts": parts,
+        }
+    )
+    assert "| good | s | L1 | held | 300 kills | 0 | 1.0e-02 | 0.1 |" in text
+    assert "| bad | s | L1 | VIOLATED | 300 kills | see below | – | 0.1 |" in text
+    assert "| cut | s | L1 | not finished | 300 kills | – | – | 0.1 |" in text
+    assert (
+        "2 parts were tried in this run, up to 3 at a time. Of earlier runs, as their lines say: good."
+        in text
+    )
+    parts[1]["run"] = "before"
+    assert "1 part was tried in this run" in page(
+        {
+            "at": "now",
+            "seed": "1",
+            "seconds": 60,
+            "load_before": 1.0,
+            "machine": {},
+            "run": "now",
+            "lanes": 3,
+            "parts": parts,
+        }
+    )
 
 
 def test_the_page_has_the_whole_story() -> None:
@@ -152,8 +232,9 @@ def test_the_page_has_the_whole_story() -> None:
     text = page(summary)
     assert "| simulated days | 365 | 400 | reached |" in text
     assert "| faults in simulated worlds | 1,000,000 | 1,200,000 | reached |" in text
-    assert bound(1_200_000) in text
-    assert "All 2 parts were tried in this one run, 3 at a time." in text
+    assert "| 1,200,000 faults | 0 | 2.5e-06 |" in text
+    assert "| 1 bugs killed | 0 | – |" in text
+    assert "All 2 parts were tried in this one run, up to 3 at a time." in text
     assert "Not tried: scripts." in page({**summary, "never": ["scripts"]})
     assert "| no fence | S2 | killed | `x.py::y` | – |" in text
     [of_s2] = [line for line in text.splitlines() if line.startswith("| S2 | ")]
