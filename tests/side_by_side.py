@@ -1,7 +1,8 @@
 """`python -m tests.side_by_side [pytest options]`: the whole suite as several pytest runs at once.
 
 Most tests here wait for real time to pass (a ttl, a deadline, a storm) or for a disk, so five runs share two cores well; with more, those
-that measure time starve. Python may write down what it compiled: hundreds of interpreters are started. What a run has
+that measure time starve. The long places are in the five runs that begin; each that is over makes room for one of the short ones, so that all are
+busy until the end wherever they run. Python may write down what it compiled: hundreds of interpreters are started. What a run has
 said is shown when it is over, and at the end one line for each. A run that was killed, or left without a summary, has failed.
 """
 
@@ -23,36 +24,39 @@ RUNS = 5
 #: About how long each takes, all running; a file that is not named counts as `UNKNOWN`. Files that start the same servers, or fork from the same
 #: process with torch, stay together: the longest name that fits a file is where it belongs.
 SECONDS = {
-    "training/ docs/ test_examples training/test_shim": 330,
-    "ledger/": 270,
-    "studio/": 310,
-    "runtime/": 260,
-    "store/": 230,
-    "cli/": 180,
-    "notebook/": 205,
-    "hosting/": 180,
-    "storms/": 180,
-    "remote/": 150,
-    "store/test_bucket": 130,
-    "brokers/": 115,
-    "studio/test_page": 110,
-    "notebook/test_lab notebook/test_recipe_11": 80,
-    "core/": 90,
-    "deploy/": 80,
-    "training/test_kills": 80,
-    "drivers/": 75,
-    "sim/": 65,
-    "runtime/test_command": 50,
-    "everywhere/": 30,
+    "training/ docs/ test_examples training/test_shim": 300,
+    "studio/": 275,
+    "ledger/": 265,
+    "runtime/": 240,
+    "remote/": 190,
+    "store/": 200,
+    "storms/": 165,
+    "notebook/": 145,
+    "drivers/": 125,
+    "hosting/": 125,
+    "cli/": 125,
+    "studio/test_page": 115,
+    "deploy/": 105,
+    "store/test_bucket": 105,
+    "brokers/": 105,
+    "training/test_kills": 85,
+    "core/": 75,
+    "notebook/test_lab notebook/test_recipe_11": 65,
+    "runtime/test_command": 60,
+    "sinks/": 35,
+    "everywhere/": 35,
     "studio/test_fuzz": 25,
-    "sinks/": 25,
+    "sim/": 25,
+    "core/test_as_before core/test_cost": 25,
     "notices/": 20,
-    "proof/": 25,
+    "proof/": 20,
     "training/test_run": 20,
-    "training/test_step": 20,
-    "core/test_as_before core/test_cost": 12,
-    "placement/": 3,
+    "training/test_step": 15,
+    "placement/": 5,
 }
+#: A place that takes less is not among those that begin. Several are one run, until they take so long together as a run of its own is worth.
+SHORT = 100
+ENOUGH = 40
 UNKNOWN = 5
 PROGRESS_SECONDS = 30
 NOTHING_CHOSEN = 5  # pytest's own code: with -k, none of a run's tests may be meant
@@ -94,7 +98,7 @@ class Run:
 
 
 def split(tests: Path, runs: int) -> list[Run]:
-    """The longest first, each to the run that has least to do."""
+    """In the order in which they begin: the long places, each to the run that has least to do, then what fills the gaps, the longest first."""
     belonging: dict[str, list[Path]] = {}
     for file in sorted(tests.rglob("test_*.py")):
         name = file.relative_to(tests).as_posix()
@@ -102,13 +106,19 @@ def split(tests: Path, runs: int) -> list[Run]:
         folder, nested, _ = name.partition("/")
         belonging.setdefault(fits[max(fits, key=len)] if fits else folder + nested, []).append(file)
     expected = {place: SECONDS.get(place, UNKNOWN * len(files)) for place, files in belonging.items()}
-    made = [Run() for _ in range(runs)]
+    first = [Run() for _ in range(runs)]
+    later = [Run()]
     for place in sorted(belonging, key=lambda p: (-expected[p], p)):
-        run = min(made, key=lambda r: r.seconds)
+        if expected[place] >= SHORT:
+            run = min(first, key=lambda r: r.seconds)
+        else:
+            if later[-1].seconds >= ENOUGH:
+                later.append(Run())
+            run = later[-1]
         run.names.append(place)
         run.files += belonging[place]
         run.seconds += expected[place]
-    return [run for run in made if run.files]
+    return [run for run in first + later if run.files]
 
 
 def main(tests: Path, options: list[str]) -> int:
@@ -116,18 +126,21 @@ def main(tests: Path, options: list[str]) -> int:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     begun = shown = time.monotonic()
     try:
-        for run in runs:
-            command = [sys.executable, "-m", "pytest", *options, *map(str, run.files)]
-            run.process = subprocess.Popen(
-                command, stdout=run.output, stderr=subprocess.STDOUT, env=environment
-            )
-        left = list(runs)
-        while left:
+        waiting, left = list(runs), list[Run]()
+        while waiting or left:
+            while waiting and len(left) < RUNS:
+                run = waiting.pop(0)
+                command = [sys.executable, "-m", "pytest", *options, *map(str, run.files)]
+                run.process = subprocess.Popen(
+                    command, stdout=run.output, stderr=subprocess.STDOUT, env=environment
+                )
+                run.seconds = -time.monotonic()
+                left.append(run)
             time.sleep(0.2)
             now = time.monotonic()
             for run in [r for r in left if r.process is not None and r.process.poll() is not None]:
                 left.remove(run)
-                run.seconds = now - begun
+                run.seconds += now
                 print(f"--- {', '.join(run.names)}\n{run.text()}", flush=True)
             if left and now - shown > PROGRESS_SECONDS:
                 shown = now
