@@ -24,6 +24,7 @@ from sublet.core.errors import (
 )
 from sublet.core.notice import Notice
 from sublet.hosting.failing import RemoteTraceback
+from sublet.remote import lease as remote_lease
 from sublet.remote.lease import RemoteLease
 from sublet.runtime.holding import Lease
 from tests.remote.conftest import House, settled
@@ -491,7 +492,10 @@ def test_a_block_is_work_and_without_one_it_is_given_back(house: House) -> None:
     wait_until(lambda: idle.status == "ended")
 
 
-def test_warm_is_longer_or_shorter_when_it_is_set_so(house: House) -> None:
+def test_warm_is_longer_or_shorter_when_it_is_set_so(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        remote_lease, "LOOK_SECONDS", 2.0
+    )  # a look that began before it was set shorter is not cut
     studio = house.connect()
     given_back = threading.Event()
     lease = studio.gpu(vram="1GiB", ttl="1m", warm="4s").acquire()

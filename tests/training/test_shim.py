@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -251,7 +252,11 @@ for epoch in range(2):
 if not os.path.exists("{mark}"):
     open("{mark}", "w").close()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(30)
+    began = time.monotonic()
+    try:
+        time.sleep(60)
+    finally:
+        print("waited", time.monotonic() - began)
 print("result", w)
 """
 
@@ -261,7 +266,10 @@ def test_told_to_leave_after_the_loops(sqlite_home: Home, tmp_path: Path) -> Non
     lives = written(tmp_path, AFTER.format(mark=tmp_path / "mark"))
     assert lives.shim(options=("--name", "job", "--every", "4")) == DRAINED_CODE
     each_step_once("job", 6)
-    assert "result" not in lives.out.read_text()
+    said = lives.out.read_text()
+    assert "result" not in said
+    for waited in re.findall(r"^waited (.*)$", said, re.M):  # nothing, when it was told before it waited
+        assert float(waited) < 59, "it heard when its wait was over"
     assert lives.shim(options=("--name", "job"), at=1, number=signal.SIGKILL) == 0  # no step is made
     assert float(lives.result.split()[1]) == pytest.approx((0.9**3 * 2) * 0.9**3 * 2 + 1)
     each_step_once("job", 6)

@@ -13,6 +13,7 @@ Rules of this file:
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,8 @@ from sublet.runtime.scopes import Putting, Taking, What, bytes_in, is_loader
 from sublet.runtime.train import Run
 
 FORMAT = 1
+#: Ends a wait of the main thread, so that it hears that it should leave. It means nothing to whoever has no handler for it.
+WAKE = signal.SIGURG
 
 
 class LeftAfterTheLoops(SystemExit):
@@ -84,6 +87,8 @@ class Script:
         self._left = False  # the training loop was left by break, this turn
         self._over = False
         self._after = False  # what follows the loops is running
+        self._wakes = False  # by a signal; otherwise it hears of a notice when its wait is over
+        self._told = False  # to leave
         self._entered = False
         self._looked = False
         self._values: dict[str, Any] = {}
@@ -350,12 +355,28 @@ class Script:
         self.run.finish()
         self._frame = None
         self._after = True
+        free = signal.getsignal(WAKE) in (signal.SIG_DFL, signal.SIG_IGN)
+        if free and threading.current_thread() is threading.main_thread():
+            signal.signal(WAKE, self._woken)
+            self._wakes = True
         self.run.on_notice(self._leave_soon)
 
     def _leave_soon(self, notice: Notice) -> None:
-        """Nothing more is to be saved. Called by a thread of the alarms; raised in the script when it is back from C."""
-        if self._after:
+        """Nothing more is to be saved. Called by a thread of the alarms; raised in the script when it waits, or is back from C."""
+        if not self._after:
+            return
+        self._told = True
+        main = threading.main_thread().ident
+        if self._wakes and main is not None:
+            signal.pthread_kill(main, WAKE)
+        else:
             _raise_in_main(LeftAfterTheLoops)
+
+    def _woken(self, number: int, frame: FrameType | None) -> None:
+        """The signal may be somebody else's."""
+        if self._after and self._told:
+            self._told = False
+            raise LeftAfterTheLoops
 
     def ended(self) -> None:
         """The script has come to its end: from here on nothing interrupts it."""
