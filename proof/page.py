@@ -39,8 +39,9 @@ def made_of(summary: dict[str, Any]) -> str:
     said = [
         f"{tried} part{'s were' if tried != 1 else ' was'} tried in this run, up to {summary['lanes']} at a time."
     ]
-    if others:
-        said.append(f"Of earlier runs, as their lines say: {', '.join(p['name'] for p in others)}.")
+    for began in dict.fromkeys(p.get("run", "") for p in others):
+        of_it = [p["name"] for p in others if p.get("run", "") == began]
+        said.append(f"From the run that began {began}, {len(of_it)}: {', '.join(of_it)}.")
     if never:
         said.append(f"Not tried: {', '.join(never)}.")
     return " ".join(said)

@@ -85,7 +85,7 @@ def test_held_violated_and_not_finished(tmp_path: Path, monkeypatch: pytest.Monk
     made[0] = a_part("good", "import time; time.sleep(60)", limit_s=1)
     assert runner.main(["good", *where]) == 3, "cut off: what was found before stays"
     assert (
-        "1 part was tried in this run, up to 3 at a time. Of earlier runs, as their lines say:"
+        "1 part was tried in this run, up to 3 at a time. From the run that began "
         in (tmp_path / "proof.md").read_text()
     )
     found = {p["name"]: p for p in json.loads((tmp_path / "results.json").read_text())["parts"]}
@@ -196,8 +196,7 @@ def test_what_did_not_hold_supports_nothing() -> None:
     assert "| bad | s | L1 | VIOLATED | 300 kills | see below | – | 0.1 |" in text
     assert "| cut | s | L1 | not finished | 300 kills | – | – | 0.1 |" in text
     assert (
-        "2 parts were tried in this run, up to 3 at a time. Of earlier runs, as their lines say: good."
-        in text
+        "2 parts were tried in this run, up to 3 at a time. From the run that began before, 1: good." in text
     )
     parts[1]["run"] = "before"
     assert "1 part was tried in this run" in page(
