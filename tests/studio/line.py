@@ -55,7 +55,12 @@ class Line:
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
         while True:
-            data = self.sock.recv(1 << 16)
+            try:
+                data = self.sock.recv(1 << 16)
+            except (
+                ConnectionResetError
+            ):  # it was refused, and gone before it had read all: what it said came first
+                data = b""
             if not data:
                 return
             for kind, payload in self._reader.feed(data):
