@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -153,13 +152,6 @@ def test_prometheus_asks_the_studio_where_it_is_and_grafana_finds_both() -> None
     assert (COMPOSE.parent / "../grafana/sublet.json").exists()
 
 
-def can_bind(port: int) -> bool:
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.bind(("127.0.0.1", port))
-        return True
-    return False
-
-
 def test_the_store_of_the_compose_file_runs_makes_its_bucket_and_is_one_we_trust(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,11 +161,7 @@ def test_the_store_of_the_compose_file_runs_makes_its_bucket_and_is_one_we_trust
     services = composed()["services"]
     keys = {"AWS_ACCESS_KEY_ID": "compose", "AWS_SECRET_ACCESS_KEY": "composesecret"}
     assert set(services["s3"]["environment"]) == set(keys)
-    master, s3 = free_port(), free_port()
-    while not can_bind(
-        master + 10_000
-    ):  # where it takes calls of the others: somebody's connection may have that number
-        master = free_port()
+    master, grpc, s3 = free_port(), free_port(), free_port()
     command = [
         word.replace("/data", str(tmp_path)).replace("=s3", "=127.0.0.1").replace("=8333", f"={s3}")
         for word in services["s3"]["command"]
@@ -181,8 +169,7 @@ def test_the_store_of_the_compose_file_runs_makes_its_bucket_and_is_one_we_trust
     assert f"-s3.port={s3}" in command
     others = [f"-master.port={master}", f"-volume.port={free_port()}", f"-filer.port={free_port()}",
               "-s3.port.iceberg=0", "-s3.port.lance=0",
-              *(f"-{n}.port.grpc={free_port() if n != 'master' else master + 10000 if master < 55000 else free_port()}" for n in ("master", "volume", "filer", "s3"))]  # fmt: skip
-    grpc = next(o for o in others if o.startswith("-master.port.grpc")).partition("=")[2]
+              f"-master.port.grpc={grpc}", *(f"-{n}.port.grpc={free_port()}" for n in ("volume", "filer", "s3"))]  # fmt: skip
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(
             [str(weed), "-logtostderr=true", *command, *others], env=os.environ | keys, stdout=log, stderr=log

@@ -180,18 +180,8 @@ def test_what_did_not_hold_supports_nothing() -> None:
         for name, verdict in (("good", "held"), ("bad", "VIOLATED"), ("cut", "not finished"))
     ]  # fmt: skip
     parts[0]["run"] = "before"
-    text = page(
-        {
-            "at": "now",
-            "seed": "1",
-            "seconds": 60,
-            "load_before": 1.0,
-            "machine": {},
-            "run": "now",
-            "lanes": 3,
-            "parts": parts,
-        }
-    )
+    summary = {"at": "now", "seed": "1", "seconds": 60, "load_before": 1.0, "machine": {}, "run": "now", "lanes": 3, "parts": parts}  # fmt: skip
+    text = page(summary)
     assert "| good | s | L1 | held | 300 kills | 0 | 1.0e-02 | 0.1 |" in text
     assert "| bad | s | L1 | VIOLATED | 300 kills | see below | – | 0.1 |" in text
     assert "| cut | s | L1 | not finished | 300 kills | – | – | 0.1 |" in text
@@ -199,18 +189,7 @@ def test_what_did_not_hold_supports_nothing() -> None:
         "2 parts were tried in this run, up to 3 at a time. From the run that began before, 1: good." in text
     )
     parts[1]["run"] = "before"
-    assert "1 part was tried in this run" in page(
-        {
-            "at": "now",
-            "seed": "1",
-            "seconds": 60,
-            "load_before": 1.0,
-            "machine": {},
-            "run": "now",
-            "lanes": 3,
-            "parts": parts,
-        }
-    )
+    assert "1 part was tried in this run" in page(summary)
 
 
 def test_the_page_has_the_whole_story() -> None:

@@ -57,10 +57,8 @@ class Line:
         while True:
             try:
                 data = self.sock.recv(1 << 16)
-            except (
-                ConnectionResetError
-            ):  # it was refused, and gone before it had read all: what it said came first
-                data = b""
+            except ConnectionResetError:
+                return  # it was refused, and gone before it had read all: what it said came first
             if not data:
                 return
             for kind, payload in self._reader.feed(data):

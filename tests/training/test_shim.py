@@ -275,6 +275,29 @@ def test_told_to_leave_after_the_loops(sqlite_home: Home, tmp_path: Path) -> Non
     each_step_once("job", 6)
 
 
+BUSY_SIGNAL = """
+import os, signal, time
+signal.signal(signal.SIGURG, lambda *_: print("urgent"))
+w = 1.0
+for i in range(3):
+    w -= 0.1 * w
+signal.raise_signal(signal.SIGURG)
+os.kill(os.getpid(), signal.SIGTERM)
+for _ in range(6000):
+    time.sleep(0.01)
+print("result", w)
+"""
+
+
+def test_a_script_with_a_handler_for_our_signal_keeps_it_and_leaves_between_two_waits(
+    sqlite_home: Home, tmp_path: Path
+) -> None:
+    lives = written(tmp_path, BUSY_SIGNAL)
+    assert lives.shim(options=("--name", "job", "--every", "3")) == DRAINED_CODE
+    each_step_once("job", 3)
+    assert lives.out.read_text() == "urgent\n"
+
+
 def test_another_script_does_not_continue_it(sqlite_home: Home, tmp_path: Path) -> None:
     lives = written(tmp_path, "w = 1.0\nfor i in range(5):\n    w -= 0.1 * w\nprint('result', w)\n")
     assert lives.shim(options=("--name", "job", "--every", "1"), at=4, number=signal.SIGTERM) == DRAINED_CODE
