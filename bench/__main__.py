@@ -1,4 +1,4 @@
-"""`python -m bench [ONLY]`: run the measurements, say which goals were reached, and write docs/benchmarks.md."""
+"""`python -m bench [PART,PART]`: run the measurements, say which goals were reached, and write docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bench import (
 )
 from bench.measure import MOST_WAITING_PERCENT, NOT_ALONE, Section, progress, show, waited_s
 from bench.page import page, versions
-from sublet.ledger.sqlite import file_system_of, library_version
+from sublet.ledger.engines.sqlite.engine import file_system_of, library_version
 
 SUITES = {
     "leases": leases.run,
@@ -54,12 +54,15 @@ RESULTS = ROOT / ".bench" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 
-def chosen(name: str) -> str:
-    """A part by its name or the beginning of it: `queue` is `queues`."""
-    found = [suite for suite in SUITES if suite.startswith(name)]
-    if len(found) != 1 and name not in SUITES:
-        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SUITES)}")
-    return name if name in SUITES else found[0]
+def chosen(names: str) -> list[str]:
+    """Parts by their names or the beginnings of them: `queue,leases` is `queues` and `leases`."""
+    parts = []
+    for name in names.split(","):
+        found = [name] if name in SUITES else [suite for suite in SUITES if suite.startswith(name)]
+        if len(found) != 1:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SUITES)}")
+        parts += found
+    return parts
 
 
 def keep(results: dict[str, dict[str, Any]]) -> None:
@@ -81,8 +84,9 @@ def main() -> int:
         "only",
         nargs="?",
         type=chosen,
-        metavar="PART",
-        help=f"run one of them: {', '.join(SUITES)}",
+        default=list(SUITES),
+        metavar="PART,PART",
+        help=f"run some of them: {', '.join(SUITES)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers of every round")
     parser.add_argument(
@@ -110,7 +114,7 @@ def main() -> int:
     all_began, all_waited = time.monotonic(), waited_s()
     try:
         for name, run in SUITES.items():
-            if wanted.only not in (None, name):
+            if name not in wanted.only:
                 continue
             began, waited = time.monotonic(), waited_s()
             found = list(run(place))

@@ -24,7 +24,7 @@ import numpy
 
 import sublet
 from bench.measure import Goal, Section, median_ratio, progress
-from sublet.store.bucket_pack import PART_BYTES, UPLOADS
+from sublet.store.replicas.bucket_pack import PART_BYTES, UPLOADS
 
 ROUNDS = 5
 STATE_BYTES = 96 << 20

@@ -28,6 +28,7 @@ import sublet
 from bench.checkpoint_peers import Dcp, Orbax, State, flat, installed, sync, timed
 from bench.measure import Goal, Section, progress
 from sublet import wiring
+from sublet.leases.warden import warden_process
 from sublet.settings import Settings, load_settings
 
 ROUNDS = 5
@@ -62,7 +63,7 @@ def _home(place: Path) -> Iterator[Settings]:
     try:
         yield settings
     finally:
-        pid = wiring.warden_state(settings)[2]
+        pid = warden_process.warden_state(settings)[2]
         wiring.close_all()
         if pid:
             with contextlib.suppress(ProcessLookupError):

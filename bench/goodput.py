@@ -4,7 +4,7 @@ Rules of this file:
 - The trace is read where it lies (`../shared/traces`, or SUBLET_TRACES) and is not part of the project. Without it the section is left out.
 - One job per way of saving, all side by side in the same minutes, each always on the node that has been there longest. When that node
   goes the process is killed without a warning and started again at once, if there is another node.
-- Time is compressed: trace, "10 minutes", "an hour", and what `core.cadence` believes before it has seen a loss. Saves, leases and
+- Time is compressed: trace, "10 minutes", "an hour", and what `core.progress.cadence` believes before it has seen a loss. Saves, leases and
   restarts are real and are not compressed, so each weighs as many times more than it would, which is against us.
 - The oracle saves only when it must: it is told just before each loss, leaves with everything committed, and starts when the others do.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.lives import DRAINED, Life, check_once, home, in_a_warm_process
 from bench.measure import Goal, Section, progress
-from sublet.core import cadence
+from sublet.core.progress import cadence
 
 TRACE = "bamboo_p3_events.csv"
 RUN_S = 240.0

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from bench.measure import Goal, Section, progress
 from sublet import wiring
-from sublet.core.lease import LeaseState
+from sublet.core.leasing.lease import LeaseState
+from sublet.leases.warden import warden_process
 from sublet.settings import load_settings
 
 TURNS = 15
@@ -83,7 +84,7 @@ def _handover(place: Path) -> Section:
     finally:
         holder.kill()
         holder.wait()
-        pid = wiring.warden_state(loaded)[2]
+        pid = warden_process.warden_state(loaded)[2]
         wiring.close_all()
         if pid:
             with contextlib.suppress(ProcessLookupError):

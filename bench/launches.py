@@ -23,6 +23,7 @@ from typing import Any
 import sublet
 from bench.measure import Goal, Section, Subject, interleave, median_ratio, progress, rate_row
 from sublet import wiring
+from sublet.leases.warden import warden_process
 from sublet.settings import load_settings
 
 SESSION = "GpuSession"
@@ -63,7 +64,7 @@ def _lease(place: Path) -> Iterator[sublet.Lease]:
         with sublet.gpu(vram="16MiB", ttl="10m") as lease:
             yield lease
     finally:
-        pid = wiring.warden_state(load_settings())[2]
+        pid = warden_process.warden_state(load_settings())[2]
         wiring.close_all()
         if pid:
             with contextlib.suppress(ProcessLookupError):

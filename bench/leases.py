@@ -25,9 +25,9 @@ import apsw
 from bench import peers
 from bench.ledgers import furnish, lease_cycle, on_postgres, on_sqlite, postgres_server, step_cycle
 from bench.measure import Goal, Section, Subject, interleave, median_ratio, progress, rate_row
-from sublet.hosting.clock import HostClock
+from sublet.ledger.engines.sqlite.engine import SqliteEngine
 from sublet.ledger.ledger import SqlLedger
-from sublet.ledger.sqlite import SqliteEngine
+from sublet.processes.clock import HostClock
 
 SQLITE = "sublet SQLite, as shipped"
 SQLITE_DURABLE = "sublet SQLite, all durable"
@@ -42,7 +42,7 @@ PROCESSES = 8
 PROCESS_ROUNDS = 5
 PROCESS_S = 1.5
 START_S = 30
-GATE = "ledger: gate"
+WRITER_LOCK = "ledger: gate"
 SAME_VERB = "ledger: busy timeout instead of the gate"
 PLAIN = "plain SQLite: busy timeout"
 
@@ -158,8 +158,8 @@ def _processes(place: Path) -> Section:
         ["", "txn/s", "rounds", "fairness (min/max)", "longest call ms", ""],
     )
     ways: dict[str, tuple[Callable[..., Any], str]] = {
-        GATE: (_gate_worker, "as shipped"),
-        SAME_VERB: (_no_gate_worker, "the same verb, synchronous=FULL: what the gate alone changes"),
+        WRITER_LOCK: (_writer_lock_worker, "as shipped"),
+        SAME_VERB: (_no_writer_lock_worker, "the same verb, synchronous=FULL: what the gate alone changes"),
         PLAIN: (_plain_worker, "BEGIN IMMEDIATE, synchronous=FULL, the same five rows and nothing else"),
     }
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
@@ -182,7 +182,7 @@ def _processes(place: Path) -> Section:
             ]
         )
         section.data[name] = {"txn_per_s": rates, "fairness_min_max": fair, "longest_call_ms": longest}
-    rates, fair, longest = zip(*found[GATE], strict=True)
+    rates, fair, longest = zip(*found[WRITER_LOCK], strict=True)
     section.goals = [
         Goal(
             "8 processes, ledger / plain busy timeout", median_ratio(rates, [r[0] for r in found[PLAIN]]), 1.8
@@ -242,14 +242,14 @@ def _drive(cycle: Callable[[], None], start: Barrier, answers: Any) -> None:
     answers.put((count, worst))
 
 
-def _gate_worker(path: str, start: Barrier, answers: Any) -> None:
+def _writer_lock_worker(path: str, start: Barrier, answers: Any) -> None:
     ledger = on_sqlite(Path(path))
     _drive(step_cycle(ledger, "host-0000"), start, answers)
     ledger.close()
 
 
-class _NoGate(SqliteEngine):
-    """What the ledger would be without its gate and its own fsync."""
+class _NoWriterLock(SqliteEngine):
+    """What the ledger would be without its writer lock and its own fsync."""
 
     def _write_alone(self, work: Callable[[Any], T], durable: bool) -> T:
         lending = self._lent()
@@ -262,8 +262,8 @@ class _NoGate(SqliteEngine):
         return result
 
 
-def _no_gate_worker(path: str, start: Barrier, answers: Any) -> None:
-    ledger = SqlLedger(_NoGate(Path(path), HostClock()))
+def _no_writer_lock_worker(path: str, start: Barrier, answers: Any) -> None:
+    ledger = SqlLedger(_NoWriterLock(Path(path), HostClock()))
     _drive(step_cycle(ledger, "host-0000"), start, answers)
     ledger.close()
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sublet.core.effect import Commit
-from sublet.core.lease import Holder, Request
-from sublet.core.tenancy import Tenant
-from sublet.hosting.clock import HostClock
+from sublet.core.leasing.lease import Holder, Request
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.progress.effect import Commit
 from sublet.ledger.ledger import SqlLedger
 from sublet.ports.ledger import FoundDevice, LeaseKey
+from sublet.processes.clock import HostClock
 
 if TYPE_CHECKING:
     from sublet.testing.postgres import PostgresServer
@@ -27,7 +27,7 @@ TTL_US = 300_000_000
 
 
 def on_sqlite(path: Path) -> SqlLedger:
-    from sublet.ledger.sqlite import open_ledger
+    from sublet.ledger.engines.sqlite.engine import open_ledger
 
     return open_ledger(f"sqlite:{path}", HostClock())
 
@@ -56,7 +56,7 @@ def running_postgres(place: Path) -> Iterator[PostgresServer]:
 
 
 def on_postgres(url: str, schema: str) -> SqlLedger:
-    from sublet.ledger.postgres import open_ledger
+    from sublet.ledger.engines.postgres.engine import open_ledger
 
     return open_ledger(f"{url}&sublet_schema={schema}", HostClock())
 

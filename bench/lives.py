@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 
 import sublet
-import sublet.ledger.sqlite
-import sublet.store.opening
-import sublet.training
+import sublet.ledger.engines.sqlite.engine
+import sublet.store.replicas.opening
+import sublet.training.train
 from sublet import wiring
+from sublet.leases.warden import warden_process
 from sublet.ports.ledger import Ledger
 from sublet.settings import load_settings
 
@@ -68,11 +69,11 @@ def home(folder: Path, *, devices: str = "host:1x16GiB") -> Iterator[None]:
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
-        wiring.ensure_warden(load_settings())
+        warden_process.ensure_warden(load_settings())
         _warm_up()
         yield
     finally:
-        pid = wiring.warden_state(load_settings())[2]
+        pid = warden_process.warden_state(load_settings())[2]
         wiring.close_all()
         if pid:
             with contextlib.suppress(ProcessLookupError):

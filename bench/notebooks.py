@@ -23,6 +23,7 @@ from typing import Any
 
 from bench.measure import Goal, Section, median_ratio, progress
 from sublet import wiring
+from sublet.leases.warden import warden_process
 from sublet.settings import Settings, load_settings
 
 FIRST_TURNS = 7
@@ -156,7 +157,7 @@ class Home:
 
     def close(self) -> None:
         settings = self.settings()
-        pids = [wiring.warden_state(settings)[2]]
+        pids = [warden_process.warden_state(settings)[2]]
         pids += [int(lock.read_text() or 0) for lock in (self.folder / "run").glob("zygote-*.lock")]
         wiring.close_all()
         for pid in filter(None, pids):

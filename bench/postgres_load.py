@@ -9,8 +9,8 @@ import sys
 import time
 
 from bench.ledgers import lease_cycle, step_cycle
-from sublet.hosting.clock import HostClock
-from sublet.ledger.postgres import open_ledger
+from sublet.ledger.engines.postgres.engine import open_ledger
+from sublet.processes.clock import HostClock
 
 OPS = {"leases": 3, "steps": 1}
 

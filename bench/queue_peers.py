@@ -233,7 +233,7 @@ def pgqueuer(url: str) -> Iterator[Client]:
     name = QUEUE
     limits = {name: EntrypointExecutionParameter(concurrency_limit=0)}
     patience = timedelta(seconds=60)
-    clerk = uuid.uuid4()
+    consumer = uuid.uuid4()
     with _looped() as loop:
         connection = loop.run_until_complete(asyncpg.connect(url))
         queries = Queries.from_asyncpg_connection(connection)
@@ -248,7 +248,7 @@ def pgqueuer(url: str) -> Iterator[Client]:
             return count
 
         async def work(count: int) -> int:
-            found = await queries.dequeue(count, limits, clerk, None, patience)
+            found = await queries.dequeue(count, limits, consumer, None, patience)
             for job in found:
                 label(json.loads(job.payload))
             if found:

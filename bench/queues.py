@@ -29,8 +29,8 @@ from bench.measure import MOST_WAITING_PERCENT, NOT_ALONE, Goal, Section, median
 from bench.peers import NotInstalled, raw_disk
 from bench.queue_peers import BODY, PEERS, QUEUE, RESULT, Client, Peer, Servers
 from sublet import wiring
-from sublet.core.items import Ack, Draft, from_text, to_text
-from sublet.core.lease import Holder
+from sublet.core.leasing.lease import Holder
+from sublet.core.queues.items import Ack, NewItem, from_text, to_text
 from sublet.settings import Settings, load_settings
 
 BATCHES = (1, 10, 100)
@@ -89,23 +89,23 @@ def _by_verbs(ledger: str) -> Iterator[Client]:
     """What of it is the ledger: texts in, texts out, nothing extended in the background."""
     opened = wiring.open_ledger(_settings(ledger))
     queue = opened.open_queue("verbs", QUEUE, None)
-    clerk = opened.open_clerk(queue.id, Holder(host="bench"))
+    consumer = opened.open_consumer(queue.id, Holder(host="bench"))
     body, result = to_text(BODY, what="a body"), to_text(RESULT, what="a result")
     published = 0
 
     def put(count: int) -> int:
         nonlocal published
         published += 1
-        opened.publish(clerk, published, [Draft(body=body)] * count)
+        opened.publish(consumer, published, [NewItem(body=body)] * count)
         return count
 
     def work(count: int) -> int:
-        given = opened.pull(clerk, count, queue.terms.visibility_us)
+        given = opened.pull(consumer, count, queue.terms.visibility_us)
         for each in given:
             from_text(each.body)
         if given:
             refused = opened.complete(
-                clerk, [Ack(item=each.item, delivery=each.delivery, result=result) for each in given]
+                consumer, [Ack(item=each.item, delivery=each.delivery, result=result) for each in given]
             )
             assert not any(refused), refused
         return len(given)

@@ -24,7 +24,7 @@ from typing import Any
 from bench.lives import DRAINED, Life, check_once, forked, home, in_a_warm_process, looking
 from bench.measure import Goal, Section, progress
 from bench.stamps import Stamps
-from sublet.core.lease import EndReason
+from sublet.core.leasing.lease import EndReason
 
 ROUNDS = 7
 WARNINGS = 20

@@ -28,8 +28,8 @@ from bench.ledgers import (
     running_postgres,
 )
 from bench.measure import Goal, Section, median_ratio, progress
-from sublet.core.device import Exclusivity
-from sublet.core.lease import Holder, Request
+from sublet.core.leasing.lease import Holder, Request
+from sublet.core.scheduling.device import Exclusivity
 from sublet.ledger.ledger import SqlLedger
 
 SMALL, LARGE = 10, 1000
@@ -67,7 +67,7 @@ def run(place: Path) -> list[Section]:
 
 def _fill(ledger: SqlLedger, devices: int) -> str:
     """Ten leases of 1.5 GiB on each device of 16 GiB, the last device left empty. Returns a host in the middle."""
-    from sublet.core.tenancy import Tenant
+    from sublet.core.leasing.tenancy import Tenant
 
     hosts = furnish(ledger, devices=devices)
     ledger.add_tenant(Tenant(name="guest"), actor="bench")

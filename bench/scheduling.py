@@ -17,11 +17,11 @@ from pathlib import Path
 
 from bench.ledgers import GIB, SECRET, furnish, new_id, on_sqlite
 from bench.measure import Goal, Section, median_ratio, progress
-from sublet.core import admission, schedule
-from sublet.core.device import Exclusivity
-from sublet.core.lease import Holder, Request
-from sublet.core.pool import Pool
-from sublet.core.tenancy import Tenant
+from sublet.core.leasing.lease import Holder, Request
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.scheduling import admission, schedule
+from sublet.core.scheduling.device import Exclusivity
+from sublet.core.scheduling.pool_index import PoolIndex
 from sublet.ledger.ledger import SqlLedger
 from tests.core.crowded import NOW, name_of, pool, waiter
 
@@ -32,7 +32,7 @@ WAITING = 4
 #: log(10,000) / log(10): what growing with the logarithm would be.
 WANTED = math.log(SIZES[-1]) / math.log(SIZES[0])
 
-CASES: dict[str, tuple[Callable[[Pool], object], dict[str, object]]] = {
+CASES: dict[str, tuple[Callable[[PoolIndex], object], dict[str, object]]] = {
     "a request, one device is free": (
         lambda p: admission.admit(waiter(999, name_of(1)), p, NOW, forecast=False),
         {"free": 1, "waiting": 0},

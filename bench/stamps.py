@@ -17,12 +17,12 @@ class Stamps:
         self.at[name] = time.monotonic()
 
     def watch_train(self):  # type: ignore[no-untyped-def]
-        import sublet.training as training
-        from sublet.borrowing import GpuRequest
-        from sublet.runtime.train import Run
+        import sublet.training.train as training
+        from sublet.leases.request import GpuRequest
+        from sublet.training.loop import Run
 
-        self._wrap(training, "open_alarms", "notices")
-        self._wrap(GpuRequest, "_keep", "lease")
+        self._wrap(training, "open_notice_bus", "notices")
+        self._wrap(GpuRequest, "hold", "lease")
         self._wrap(Run, "_own", "owned")
         self._wrap(Run, "resume", "restored")
 

@@ -1,7 +1,7 @@
 """The studio as its users meet it: until the first result, requests a second, many sessions at once, the page.
 
 Rules of this file:
-- The service is `sublet serve` with its log, its tokens and its attendant; only the limits on the rate of requests are off.
+- The service is `sublet serve` with its log, its tokens and its session host; only the limits on the rate of requests are off.
 - Peers and what they are spared: `studio_peers`, `bare_app`. Who is compared takes turns in one run.
 - Processes are ended by the ids in the home's own lock files, and nobody else's.
 """
@@ -30,7 +30,8 @@ from bench.measure import Goal, Section, median_ratio, progress
 from bench.peers import NotInstalled, free_ports, served
 from bench.studio_peers import jupyterhub
 from sublet import wiring
-from sublet.hosting.single import state_of
+from sublet.leases.warden import warden_process
+from sublet.processes.pid_lock import state_of
 from sublet.settings import Settings, load_settings
 
 OPENING_TURNS = 7
@@ -171,12 +172,12 @@ def _ready(port: int) -> bool:
 
 
 def _end_helpers(settings: Settings) -> None:
-    """Attendant, warden and zygotes of this home, by the ids in lock files that are held: who died is not asked for by its old id."""
-    from sublet.studio.attendant.finding import attendant_pid
+    """Session host, warden and zygotes of this home, by the ids in lock files that are held: who died is not asked for by its old id."""
+    from sublet.studio.holder.finding import session_host_pid
 
     wiring.close_all()
-    first = [attendant_pid(settings)]
-    rest = [wiring.warden_state(settings)[2]]
+    first = [session_host_pid(settings)]
+    rest = [warden_process.warden_state(settings)[2]]
     rest += [state_of(lock)[2] for lock in (settings.home / "run").glob("zygote-*.lock")]
     for pids in (first, rest):
         for pid in filter(None, pids):
@@ -402,12 +403,12 @@ def _available_bytes() -> int:
 
 
 def _many(folder: Path) -> Section:
-    from sublet.studio.attendant.finding import attendant_pid
+    from sublet.studio.holder.finding import session_host_pid
 
     progress("studio: many sessions at once")
     section = Section("Many live sessions on one service", ["", "sessions", "value", ""])
     with _studio(folder) as studio, _load() as turn, ThreadPoolExecutor(8) as threads:
-        attendant = attendant_pid(studio.settings)
+        session_host = session_host_pid(studio.settings)
         run = studio.settings.home / "run"
         before = _available_bytes()
 
@@ -420,7 +421,9 @@ def _many(folder: Path) -> Section:
 
         def told(count: int, opened: int, took: float) -> float:
             zygotes = [state_of(lock)[2] for lock in run.glob("zygote-*.lock")]
-            below = {pid for top in (attendant, *zygotes) if top for pid in _descendants(top)} - set(zygotes)
+            below = {pid for top in (session_host, *zygotes) if top for pid in _descendants(top)} - set(
+                zygotes
+            )
             per_session = sum(map(_pss_bytes, below)) / count
             ids = [s["id"] for s in studio.ask("GET", "/v1/sessions?limit=1000")["sessions"]]
             found = turn(studio.port, [studio.request("POST", f"/v1/sessions/{i}/touch") for i in ids], 5.0)
@@ -429,7 +432,7 @@ def _many(folder: Path) -> Section:
                 ("opened and active", f"{took:.1f} s", f"{opened} more, {took / opened * 1000:.0f} ms each"),
                 ("touch p50 / p99", f"{_percentile(times, 0.5):.1f} / {_percentile(times, 0.99):.1f} ms", ""),
                 ("memory of the service", f"{_pss_bytes(studio.pid) / 1e6:.0f} MB", ""),
-                ("memory of the attendant", f"{_pss_bytes(attendant) / 1e6:.0f} MB", ""),
+                ("memory of the session host", f"{_pss_bytes(session_host) / 1e6:.0f} MB", ""),
                 ("memory of a session's processes", f"{per_session / 1e6:.1f} MB", f"{len(below)} processes"),
             ]
             section.rows.extend([name, str(count), value, note] for name, value, note in rows)

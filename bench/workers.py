@@ -26,8 +26,10 @@ from typing import Any
 import sublet
 from bench.lesson import lesson
 from bench.measure import Goal, Section, Subject, interleave, median_ratio, progress, rate_row
-from sublet import borrowing, wiring
-from sublet.core.lease import EndReason
+from sublet import wiring
+from sublet.core.leasing.lease import EndReason
+from sublet.functions import on_gpu
+from sublet.leases.warden import warden_process
 from sublet.settings import Settings, load_settings
 
 READY_TURNS = 9
@@ -54,13 +56,13 @@ def _home(place: Path) -> Iterator[Settings]:
     )
     settings = load_settings()
     try:
-        wiring.ensure_warden(settings)
+        warden_process.ensure_warden(settings)
         progress("workers: warming the zygote ...")
         wiring.workers(settings).start().end("warmed")
         yield settings
     finally:
-        borrowing.release_warm()
-        pids = [wiring.warden_state(settings)[2]]
+        on_gpu.release_warm()
+        pids = [warden_process.warden_state(settings)[2]]
         pids += [int(lock.read_text()) for lock in (settings.home / "run").glob("zygote-*.lock")]
         wiring.close_all()
         for pid in filter(None, pids):

@@ -9,7 +9,7 @@ import click
 
 from sublet.cli.main import cli, exit_code
 from sublet.core.errors import SubletError, error_tree
-from sublet.core.policy import Policy
+from sublet.core.leasing.policy import Policy
 from sublet.core.values import format_duration
 from sublet.settings import SPECS
 
@@ -34,7 +34,7 @@ def command_pages(command: click.Command, path: str, parent: click.Context | Non
 
 def cli_page() -> str:
     codes = """Exit codes: 0 done · 2 the request is wrong · 69 the ledger does not answer · 70 a bug in sublet · 71 the device \
-failed · 73 somebody was first · 74 it was not saved · 75 no lease · 76 the lease is lost · 77 the token is refused · 78 the installation is wrong · 85 \
+failed · 73 somebody was first · 74 it was not saved · 75 no lease · 76 the lease is lost · 77 the token is refused · 78 the installation is wrong · 79 a resume came out differently · 85 \
 preempted and committed · 124 time limit · 126, 127 the command cannot be run · 130 interrupted · 137 killed after its grace. Every listing takes `--json`; an error is then JSON on standard error.
 """
     return "# Command line\n" + NOTE + "\n" + codes + "\n" + "\n".join(command_pages(cli, "sublet", None))
@@ -53,7 +53,9 @@ def settings_page() -> str:
         "",
         "## Policy",
         "",
-        "Under `[policy]` in `sublet.toml`; a warden writes it into the ledger when it starts.",
+        "Under `[policy]` in `sublet.toml`. A new ledger stores these defaults. Where the section is there, a warden writes",
+        "the whole policy into the ledger when it starts, and a knob that it does not name gets its default; where it is not,",
+        "the ledger keeps what it has.",
         "",
     ]
     lines += ["| knob | default |", "|---|---|"]

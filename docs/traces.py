@@ -17,7 +17,7 @@ from sublet.sim import jobs, spot
 from sublet.sim.engine import replay
 from sublet.sim.report import figures, seconds
 from sublet.sim.schemes import OURS, PASSIVE_TTL, PER_REQUEST
-from sublet.sim.traces import Availability, Job, of_busy_tenants, read_availability, read_jobs
+from sublet.sim.traces import Availability, TraceJob, of_busy_tenants, read_availability, read_jobs
 from sublet.sim.workload import first_part, read_requests
 
 PAGE = Path(__file__).parent / "explain" / "simulation.md"
@@ -33,7 +33,7 @@ TRAINING = spot.Training(step_us=S, stall_us=833_333, save_us=5 * S, restart_us=
 WAYS = (
     spot.AUTO,
     *(spot.fixed(us) for us in (10 * S, 60 * S, 600 * S, HOUR_US, 0)),
-    spot.Saving(name="every=auto + 30s notice", every_us=None, notice_us=30 * S),
+    spot.SavePlan(name="every=auto + 30s notice", every_us=None, notice_us=30 * S),
 )
 GPUS, CAP_US = 250, 4 * HOUR_US
 STUDIO_DAYS = 3
@@ -59,12 +59,12 @@ def spot_table(traces: Path) -> str:
     return "\n".join([*head, *(spot_row(p) for name in SPOT for p in read_availability(traces / name))])
 
 
-def philly(traces: Path) -> list[Job]:
+def philly(traces: Path) -> list[TraceJob]:
     found = of_busy_tenants(read_jobs(traces / "philly_two_weeks.csv"), 20)
-    return [Job(tenant=j.tenant, at=j.at, work_us=min(j.work_us, DAY_US), gpus=j.gpus) for j in found]
+    return [TraceJob(tenant=j.tenant, at=j.at, work_us=min(j.work_us, DAY_US), gpus=j.gpus) for j in found]
 
 
-JOB_WAYS: dict[str, Callable[[list[Job]], list[jobs.Ended]]] = {
+JOB_WAYS: dict[str, Callable[[list[TraceJob]], list[jobs.FinishedJob]]] = {
     "dedicated partitions": lambda found: jobs.dedicated(found, GPUS),
     "one pool, first come first served": lambda found: jobs.fifo(found, GPUS),
     "ours, nothing is taken from a job": lambda found: jobs.ours(found, GPUS),
@@ -77,7 +77,7 @@ JOB_HEAD = (
 )
 
 
-def job_row(name: str, found: list[Job]) -> str:
+def job_row(name: str, found: list[TraceJob]) -> str:
     f = jobs.figures(name, GPUS, JOB_WAYS[name](found))
     return (
         f"| {name} | {seconds(f.mean_us)} | {seconds(f.p90_us)} | {seconds(f.p99_us)} | {f.at_once:.0%} | {f.slowdown:.1f} | "

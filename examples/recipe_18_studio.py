@@ -15,10 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from click.testing import CliRunner
-
 import sublet
-from sublet.cli.main import cli
 
 BEGAN = time.monotonic()
 #: As in sublet.toml, but short: a play of half a minute cannot wait as long as people should be given.
@@ -56,8 +53,10 @@ class Service:
 
 
 def command(*words: str) -> str:
-    """What the operator types: `sublet tenant add ann`. In this process, because eight starts of Python would take longer than the play."""
-    done = CliRunner().invoke(cli, words, catch_exceptions=False, standalone_mode=False)
+    """What the operator types: `sublet tenant add ann`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sublet", *words], capture_output=True, text=True, check=True
+    )
     return done.stdout
 
 
@@ -186,25 +185,16 @@ def main() -> None:
         finally:
             service.process.terminate()
             service.process.wait()
-            leave()
+            leave(home)
 
 
-def leave() -> None:
-    """What holds sessions, and what looks after the host, would leave by themselves when nobody needs them; the folder goes now."""
-    from sublet.settings import load_settings
-    from sublet.studio.attendant import finding
-    from sublet.wiring import warden_state
-
-    settings = load_settings()
-    finding.stop(settings)
-    for pid in (warden_state(settings)[2], *_zygotes(settings.home / "run")):
-        if pid:
-            os.kill(pid, signal.SIGTERM)
-
-
-def _zygotes(folder: Path) -> list[int]:
-    found = [lock.read_text().strip() for lock in folder.glob("zygote-*.lock")]
-    return [int(text) for text in found if text.isdigit() and os.path.exists(f"/proc/{text}")]
+def leave(home: Path) -> None:
+    """The warden, the session host and the warm processes would leave when nobody needs them; this home is removed now. Each keeps its
+    number in a lock file."""
+    for lock in home.rglob("*.lock"):
+        number = lock.read_text().split()[:1]
+        if number and number[0].isdigit() and os.path.exists(f"/proc/{number[0]}"):
+            os.kill(int(number[0]), signal.SIGTERM)
 
 
 if __name__ == "__main__":

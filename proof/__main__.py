@@ -19,12 +19,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from proof.page import page
 from proof.parts import Part, parts
-from sublet.ledger.sqlite import library_version
+from sublet.ledger.engines.sqlite.engine import library_version
 from sublet.testing.postgres import find_binaries
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,7 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     wanted.results.mkdir(parents=True, exist_ok=True)
     seed = os.environ.get("SUBLET_PROOF_SEED", "1")
     print(f"seed {seed}; logs in {wanted.results}", flush=True)
-    run_of = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    # To the millisecond: two short runs may begin within one second, and are two.
+    run_of = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
     results = {p.name: Result(p.name, p.shows, p.rules, run=run_of) for p in chosen}
     left = sorted(chosen, key=lambda p: (not p.first, -p.expected_s))
     began, load = time.monotonic(), os.getloadavg()[0]
@@ -219,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         "seed": seed,
         "lanes": len(lanes),
         "run": run_of,
+        "tried": len(chosen),  # of one that was cut off, what an earlier run found is shown
         "seconds": round(time.monotonic() - began, 1),
         "load_before": load,
         "machine": machine(),

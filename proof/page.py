@@ -35,7 +35,7 @@ def made_of(summary: dict[str, Any]) -> str:
     never = summary.get("never", [])
     if not others and not never:
         return f"All {len(found)} parts were tried in this one run, up to {summary['lanes']} at a time."
-    tried = len(found) - len(others)
+    tried = summary.get("tried", len(found) - len(others))
     said = [
         f"{tried} part{'s were' if tried != 1 else ' was'} tried in this run, up to {summary['lanes']} at a time."
     ]

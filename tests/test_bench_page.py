@@ -67,7 +67,8 @@ def test_a_part_alone_leaves_the_others(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_part_is_named_by_its_beginning() -> None:
-    assert bench.chosen("queue") == "queues"
+    assert bench.chosen("queue") == ["queues"]
+    assert bench.chosen("leases,queue") == ["leases", "queues"]
     for name in ("s", "nothing"):
         with pytest.raises(argparse.ArgumentTypeError, match="is none of leases, queues"):
             bench.chosen(name)

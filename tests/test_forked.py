@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.conftest import needed
 
 PROGRAMS = {
     "says": "import sys; print(sys.argv, __name__, sys.path[0]); print('wrong', file=sys.stderr)",
@@ -23,12 +24,13 @@ PROGRAMS = {
     "let go": "class A:\n  def __del__(self): print('gone')\na = A()",
     "unread": "import os; r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w); print('x')",
     "unflushed": "import sys; sys.stdout.write('half a line')",
+    "unbuffered": "import os; print('x'); os._exit(3)",
     "killed": "import os, signal; print('x', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
     "interrupted": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
     "environment": "import os; print(sorted(os.environ.items()), os.getcwd(), os.getenv('NEW'))",
     "descriptors": "import os; print(sorted(os.listdir('/proc/self/fd')))",
     "signals": "import signal; print(signal.getsignal(signal.SIGCHLD), signal.getsignal(signal.SIGINT))",
-    "failpoints": "import os; from sublet import failpoints; failpoints.failpoint('before_begin')",
+    "failpoints": "import os; from sublet.machine import failpoints; failpoints.failpoint('before_begin')",
     "children": "import subprocess; print(subprocess.run(['sh', '-c', 'exit 3']).returncode)",
     "main": "import pickle, __main__\nclass A: pass\nprint(pickle.loads(pickle.dumps(A)) is A is __main__.A)",
 }
@@ -40,9 +42,10 @@ def test_as_if_it_were_started(name: str, tmp_path: Path) -> None:
     env = {
         "PATH": os.environ["PATH"],
         "LC_CTYPE": "C.UTF-8",
-        "PYTHONPATH": f"{forked.ROOT}/src",
+        "PYTHONPATH": str(forked.SOURCE),
         "SUBLET_FAILPOINTS": "before_begin=kill" if name == "failpoints" else "",
         "NEW": "é",
+        "PYTHONUNBUFFERED": "1" if name == "unbuffered" else "",
     }
     started = subprocess.run(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
@@ -80,6 +83,35 @@ def test_each_is_a_process_of_its_own() -> None:
     assert len({pid for pid, _ in said}) == len({number for _, number in said}) == 3
 
 
+def test_nobody_has_the_random_numbers_of_another() -> None:
+    needed("torch")
+    code = "import random, numpy, torch; print(random.random(), numpy.random.random(), torch.rand(()).item())"
+    said = [forked.run([sys.executable, "-c", code]).stdout.split() for _ in range(3)]
+    for numbers in zip(*said, strict=True):
+        assert len(set(numbers)) == 3
+
+
+def test_a_program_in_a_file_is_forked_and_so_is_what_it_starts(tmp_path: Path) -> None:
+    """Both have the same parent, which is neither of them."""
+    (tmp_path / "one.py").write_text(
+        "import os, subprocess, sys, two\n"
+        "print(__file__, sys.argv, os.getppid(), flush=True)\n"
+        "print(two.words, subprocess.run([sys.executable, 'two.py']).returncode, os.getpid())\n"
+        "subprocess.run('exit 3', shell=True)\n"
+    )
+    (tmp_path / "two.py").write_text(
+        "import os\nwords = 'imported'\nprint(__name__, os.getppid(), flush=True)"
+    )
+    command = [sys.executable, str(tmp_path / "one.py"), "word"]
+    done = forked.run(command, cwd=tmp_path, children_too=True, check=True)
+    imported, first, second, last = done.stdout.splitlines()
+    file, _, parent = first.rpartition(" ")
+    assert file == f"{command[1]} {command[1:]}"
+    assert second == f"__main__ {parent}"
+    assert last.startswith("imported 0 ")
+    assert parent != str(os.getpid()) != imported
+
+
 def test_it_leaves_with_whoever_started_it() -> None:
     code = (
         "import sys; from tests import forked\n"
@@ -90,17 +122,17 @@ def test_it_leaves_with_whoever_started_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code.replace("from tests import forked", "from tests import forked; forked.MODULES = ()")],
         capture_output=True, text=True, cwd=forked.ROOT, check=False,
-        env={**os.environ, "PYTHONPATH": f"{forked.ROOT}/src:{forked.ROOT}"},
+        env={**os.environ, "PYTHONPATH": f"{forked.SOURCE}:{forked.ROOT}"},
     )  # fmt: skip
-    from tests.runtime.conftest import process_is_gone, wait_until
+    from tests.homes import process_is_gone, wait_until
 
-    wait_until(lambda: process_is_gone(int(done.stdout)), 10)
+    wait_until(lambda: process_is_gone(int(done.stdout)))
 
 
 def test_it_runs_the_library_that_the_tests_run(tmp_path: Path) -> None:
     """A seeded bug is in a copy of the source: who is forked must have it too, or no test that forks could see it."""
     shutil.copytree(
-        forked.ROOT / "src" / "sublet", tmp_path / "sublet", ignore=shutil.ignore_patterns("__pycache__")
+        forked.SOURCE / "sublet", tmp_path / "sublet", ignore=shutil.ignore_patterns("__pycache__")
     )
     program = "import sublet; print(sublet.__file__)"
     asking = (

@@ -15,9 +15,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sublet.core.device import Exclusivity, may_join
 from sublet.core.errors import SubletError
-from sublet.core.journal import GENESIS, MAIN, entry_hash
+from sublet.core.journal.chain import GENESIS, MAIN, entry_hash
+from sublet.core.scheduling.device import Exclusivity, may_join
 
 if TYPE_CHECKING:
     from proof.deep.world import Held, Process, World
@@ -28,7 +28,7 @@ _NEW_ROWS = (
     "SELECT id, strand, seq, at, kind, tenant, subject, body, hash FROM journal WHERE id > ? ORDER BY id"
 )
 _LIVE = "SELECT id, state, epoch, expires_at, deadline_at, granted_at FROM lease WHERE settled_at = 0"
-_ANCHOR = {"lease": "lease WHERE id", "job": "head WHERE job", "clerk": "clerk WHERE id"}
+_ANCHOR = {"lease": "lease WHERE id", "job": "head WHERE job", "consumer": "consumer WHERE id"}
 #: A refusal by one of these verbs stands in the journal, in a row of this kind, in the same transaction (A1).
 REFUSALS = {
     "acquire": "lease.refused",
@@ -104,7 +104,7 @@ class Checks:
         self.heads: dict[str, tuple[int, int, int]] = {}  # version, step, epoch
         self.commits: dict[tuple[str, int], str] = {}  # (job, version): key
         self.effects: dict[str, tuple[str, str, int]] = {}
-        self.done: dict[int, tuple[int, int]] = {}  # item: delivery, clerk
+        self.done: dict[int, tuple[int, int]] = {}  # item: delivery, consumer
         self._touched: list[str] = []
 
     def fail(self, rule: str, what: str) -> None:
@@ -151,7 +151,7 @@ class Checks:
         if known is None or (seq == 1 and strand != MAIN):
             what, _, owner = strand.partition(":")
             found = self.world.engine.rows(
-                f"SELECT strand_anchor FROM {_ANCHOR[what]} = ?", int(owner) if what == "clerk" else owner
+                f"SELECT strand_anchor FROM {_ANCHOR[what]} = ?", int(owner) if what == "consumer" else owner
             )
             if not found or found[0][0] not in self.main_hashes:
                 self.fail("S7", f"{strand} begins at no row of the main strand")
@@ -466,10 +466,10 @@ class Checks:
             found = self.world.engine.rows("SELECT state, result FROM item WHERE id = ?", item)
             if found != [("done", result)]:
                 self.fail("S6", f"item {item} was acked and is {found} after {why}")
-        for clerk, batch in promises.published.items():
-            found = self.world.engine.rows("SELECT batch FROM clerk WHERE id = ?", clerk)
+        for consumer, batch in promises.published.items():
+            found = self.world.engine.rows("SELECT batch FROM consumer WHERE id = ?", consumer)
             if not found or found[0][0] < batch:
-                self.fail("S6", f"batch {batch} of clerk {clerk} was confirmed and is gone after {why}")
+                self.fail("S6", f"batch {batch} of consumer {consumer} was confirmed and is gone after {why}")
 
     def verify(self, why: str) -> None:
         """The ledger's own audit, over everything."""

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import apsw
 
-from sublet.core.journal import GENESIS
-from sublet.core.policy import Policy
-from sublet.failpoints import failpoint
-from sublet.ledger import migrations
-from sublet.ledger.sqlite import SqliteTx, _translated
+from sublet.core.journal.chain import GENESIS
+from sublet.core.leasing.policy import Policy
+from sublet.ledger.engines.sqlite.engine import SqliteTx, _translated
+from sublet.ledger.schema import versions
 from sublet.ledger.tx import Tx
+from sublet.machine.failpoints import failpoint
 from sublet.testing.clock import VirtualClock
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class MemoryEngine:
 
     def _make(self, incarnation: str) -> None:
         self.db.execute("BEGIN IMMEDIATE")
-        for step in migrations.migrations("sqlite"):
+        for step in versions.migrations("sqlite"):
             self.db.execute(step.sql)
             if step.number == 1:
                 self.db.execute("INSERT INTO meta VALUES ('incarnation', ?)", (incarnation,))

@@ -67,7 +67,7 @@ def draw(chance: random.Random) -> Mix:
         replica=rate(0.9),
         damage=rate(0.2),
         clocks=rate(0.15),
-        # After a restore the calendar is what keeps epochs rising: see ledger/restored.py.
+        # After a restore the calendar is what keeps epochs rising: see ledger/verbs/leasing/after_restore.py.
         wall_steps=0.0 if restore else rate(0.01),
         operator=0.01 + rate(0.05),
         unproven=rate(0.1),

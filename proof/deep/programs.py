@@ -3,7 +3,7 @@
 Rules of this file:
 - A program is a generator: it yields a message to the ledger or a sleep, and is resumed with the answer, or with the error in its place. It
   may be dropped at any yield for ever, as a killed process is.
-- They follow the same order as the runtime: fail closed (L7), stop by the own clock (L6), renew as `core.renewal` says, read before anything is
+- They follow the same order as the runtime: fail closed (L7), stop by the own clock (L6), renew as `core.leasing.renewal` says, read before anything is
   repeated (S5), and sync before acting on what was merely read.
 """
 
@@ -13,8 +13,6 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sublet.core.device import Exclusivity
-from sublet.core.effect import Commit, Duplicate
 from sublet.core.errors import (
     Damaged,
     Disconnected,
@@ -26,11 +24,13 @@ from sublet.core.errors import (
     NotFound,
     SubletError,
 )
-from sublet.core.items import Ack, Draft, Nack
-from sublet.core.lease import EndReason, LeaseState, Request, Tier
-from sublet.core.renewal import Tenure, Todo, local_deadline, next_move
+from sublet.core.leasing.lease import EndReason, LeaseState, Request, Tier
+from sublet.core.leasing.renewal import RenewalAction, Tenure, local_deadline, next_move
+from sublet.core.progress.effect import AlreadyCommitted, Commit
+from sublet.core.queues.items import Ack, Nack, NewItem
+from sublet.core.scheduling.device import Exclusivity
+from sublet.ports.bell import lease_topic
 from sublet.ports.processes import Receipt
-from sublet.ports.topics import lease_topic
 
 if TYPE_CHECKING:
     from proof.deep.world import Held, Process, World
@@ -70,7 +70,7 @@ def a_request(w: World, tenant: str, *, job: str = "", tier: Tier | None = None)
 
 
 def take(w: World, p: Process, request: Request) -> Program:
-    """Acquire, wait, claim; None when there is no lease. As `runtime.acquire` does it."""
+    """Acquire, wait, claim; None when there is no lease. As `leases.acquire` does it."""
     from proof.deep.world import Held
 
     lease_id, secret = w.name("L"), w.secret()
@@ -161,7 +161,7 @@ def keeper(w: World, p: Process, held: Held, ttl_us: int) -> Program:
                 held.lost = True
             continue
         move = next_move(tenure, now)
-        if move.todo is Todo.RENEW:
+        if move.todo is RenewalAction.RENEW:
             sent = p.local()
             try:
                 answer = yield call("renew", held.key, busy=w.chance.random() < 0.9)
@@ -179,7 +179,7 @@ def keeper(w: World, p: Process, held: Held, ttl_us: int) -> Program:
                     pass
                 except SubletError:
                     held.lost = True
-        elif move.todo in (Todo.WARN_IDLE, Todo.WARN_UNREACHABLE):
+        elif move.todo in (RenewalAction.WARN_IDLE, RenewalAction.WARN_UNREACHABLE):
             tenure = replace(tenure, warned=True)
         else:
             yield sleep(min(move.at - now, held.ttl_us // 5 + 1))
@@ -271,7 +271,7 @@ def one_step(w: World, p: Process, held: Held, job: str) -> Program:
     key = f"{job}:{step}"
     try:
         reserved = yield call("reserve", held.key, effect=key, job=job, fingerprint=f"inputs of {key}")
-        if isinstance(reserved, Duplicate):
+        if isinstance(reserved, AlreadyCommitted):
             return True
         if w.chance.random() < 0.05:
             try:
@@ -388,76 +388,76 @@ def visitor(w: World, p: Process, tenant: str) -> Program:
 
 
 def publisher(w: World, p: Process, tenant: str) -> Program:
-    clerk = None
+    consumer = None
     batch = 0
     while True:
         yield sleep(w.unit(w.chance.choice([20, 60, 200])))
         try:
-            if clerk is None:
-                clerk = yield call("open_clerk", w.queues["images"], p.holder())
+            if consumer is None:
+                consumer = yield call("open_consumer", w.queues["images"], p.holder())
         except SubletError:
             continue
         batch += 1
         number = w.chance.randrange(1 << 30)
         drafts = [
-            Draft(body=f'{{"n": {number + i}}}', key=w.chance.choice(["", f"k{number + i}"]))
+            NewItem(body=f'{{"n": {number + i}}}', key=w.chance.choice(["", f"k{number + i}"]))
             for i in range(w.chance.randint(1, 5))
         ]
         for _ in range(20):
             try:
-                yield call("publish", clerk, batch, drafts)
+                yield call("publish", consumer, batch, drafts)
                 break
             except Disconnected:
                 yield sleep(w.unit(3))
-            except NotFound:  # a backup was put back, in which there is no such clerk
-                clerk = None
+            except NotFound:  # a backup was put back, in which there is no such consumer
+                consumer = None
                 break
 
 
 def worker(w: World, p: Process, tenant: str) -> Program:
     """Pulls, extends, completes under a lease or without, gives back, or is too late."""
-    clerk = None
+    consumer = None
     while True:
         held = None
         if w.chance.random() < 0.4:
             held = yield from take(w, p, a_request(w, tenant))
         try:
-            if clerk is None:
-                clerk = yield call("open_clerk", w.queues["images"], p.holder())
-            got = yield call("pull", clerk, w.chance.randint(1, 3), w.unit(60), ())
+            if consumer is None:
+                consumer = yield call("open_consumer", w.queues["images"], p.holder())
+            got = yield call("pull", consumer, w.chance.randint(1, 3), w.unit(60), ())
         except Disconnected:
             yield sleep(w.unit(5))
             continue
         except NotFound:
-            clerk = None
+            consumer = None
             continue
         if got:
             yield sleep(w.unit(w.chance.choice([5, 20, 80])))
             if w.chance.random() < 0.3:
                 try:
-                    yield call("extend", clerk, [(d.item, d.delivery) for d in got], w.unit(60))
+                    yield call("extend", consumer, [(d.item, d.delivery) for d in got], w.unit(60))
                 except SubletError:
                     pass
-            yield from finish(w, clerk, got, held)
+            yield from finish(w, consumer, got, held)
         else:
             yield sleep(w.unit(w.chance.choice([10, 60])))
         if held is not None:
             yield from give_back(w, p, held)
 
 
-def finish(w: World, clerk: int, got: list[Any], held: Held | None) -> Program:
+def finish(w: World, consumer: int, got: list[Any], held: Held | None) -> Program:
     failed = w.chance.random() < 0.15
     for _ in range(10):
         try:
             if failed:
                 yield call(
                     "give_back",
-                    clerk,
+                    consumer,
                     [Nack(item=d.item, delivery=d.delivery, failed=w.chance.random() < 0.5) for d in got],
                 )
             else:
                 acks = [Ack(item=d.item, delivery=d.delivery, result=f'"{d.body}"', work_us=5) for d in got]
-                yield call("complete", clerk, acks, lease=held.key if held is not None else None)
+                yield call("complete", consumer, acks, lease=held.key if held is not None else None)
             return
         except Disconnected:
             yield sleep(w.unit(3))

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sublet.core.checkpoint import Span
+from sublet.core.checkpoints.checkpoint import ByteSpan
 from sublet.core.errors import NotDurable
 from sublet.testing.clock import VirtualClock
 
@@ -163,7 +163,7 @@ class _Draft:
     def write(self, at: int, data: memoryview) -> None:
         self._parts[at] = bytes(data)
 
-    def publish(self, pack: str, pieces: Sequence[Span]) -> None:
+    def publish(self, pack: str, pieces: Sequence[ByteSpan]) -> None:
         replica = self._replica
         if replica._hit("fails_at_publish"):
             raise NotDurable(f"{replica.name}: input/output error")

@@ -27,21 +27,22 @@ from proof.deep.checks import Checks, Told, Violation
 from proof.deep.engine import MemoryEngine
 from proof.deep.mixes import Mix, calm, draw
 from proof.deep.replicas import WRITE_FAULTS, SimReplica
-from sublet import failpoints
-from sublet.core.checkpoint import ReplicaPolicy
-from sublet.core.effect import Committed, Steps
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.core.errors import Damaged, Disconnected, SubletError
-from sublet.core.items import Terms
-from sublet.core.lease import HOLDING, Holder, LeaseState
-from sublet.core.policy import Policy
-from sublet.core.tenancy import Tenant
-from sublet.ledger import restored
-from sublet.ledger.leases import renew as renew_verb
+from sublet.core.leasing.lease import HOLDING, Holder, LeaseState
+from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.progress.effect import Committed, Steps
+from sublet.core.queues.items import QueueTerms
 from sublet.ledger.ledger import SqlLedger
+from sublet.ledger.verbs.leasing import after_restore
+from sublet.ledger.verbs.leasing.leases import renew as renew_verb
+from sublet.machine import failpoints
 from sublet.ports.ledger import FoundDevice, LeaseKey
-from sublet.store import checkpoints, packing
+from sublet.store import checkpoints
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.quorum import Replicas
+from sublet.store.save import packing
 from sublet.testing.clock import VirtualClock
 
 SECOND = 1_000_000
@@ -260,7 +261,7 @@ class World:
         # Two that want the same job: one of them waits, or takes over.
         self.start_trainer(f"{TENANTS[1]}/job1", TENANTS[1], stored=False)
         self.queues["images"] = ledger.open_queue(
-            "ada", "images", Terms(visibility_us=60 * unit, tries=3, losses=6, backoff_us=5 * unit)
+            "ada", "images", QueueTerms(visibility_us=60 * unit, tries=3, losses=6, backoff_us=5 * unit)
         ).id
         self.start(programs.publisher, "publisher", "ada")
         for _ in range(2):
@@ -640,7 +641,7 @@ class World:
         having = [r for r in self.replicas if ("manifest", name) in r.confirmed]
         if len(having) < self.policy.write_quorum:
             self.checks.fail("C1", f"the head of {job} has a manifest that {len(having)} replicas confirmed")
-        from sublet.core.checkpoint import read_manifest
+        from sublet.core.checkpoints.checkpoint import read_manifest
 
         manifest = read_manifest(having[0].confirmed[("manifest", name)])
         for chunk in manifest.chunks:
@@ -683,7 +684,7 @@ class World:
         self.done["load"] += 1
 
     def _has_all(self, replicas: list[SimReplica], name: str) -> bool:
-        from sublet.core.checkpoint import read_manifest
+        from sublet.core.checkpoints.checkpoint import read_manifest
 
         for replica in replicas:
             found = replica.files.get(("manifest", name))
@@ -811,13 +812,13 @@ def _subject(verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def seeded(world: World) -> Iterator[None]:
     """Where the store and the ledger draw names or read a clock, they draw and read the world's."""
     names = _SeededSecrets(world.names)
-    before = (packing.secrets, checkpoints.secrets, checkpoints._now_us, restored.secrets)
-    packing.secrets = checkpoints.secrets = restored.secrets = names  # type: ignore[assignment]
+    before = (packing.secrets, checkpoints.secrets, checkpoints._now_us, after_restore.secrets)
+    packing.secrets = checkpoints.secrets = after_restore.secrets = names  # type: ignore[assignment]
     checkpoints._now_us = lambda: world.at
     try:
         yield
     finally:
-        packing.secrets, checkpoints.secrets, checkpoints._now_us, restored.secrets = before
+        packing.secrets, checkpoints.secrets, checkpoints._now_us, after_restore.secrets = before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

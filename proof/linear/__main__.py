@@ -22,9 +22,9 @@ from typing import Any
 from proof.linear.batch import Checked, Recorded, check_batch, lines_of
 from proof.linear.client import LOCKS
 from sublet.core.errors import NotFound
-from sublet.core.tenancy import Tenant
-from sublet.hosting.clock import HostClock
+from sublet.core.leasing.tenancy import Tenant
 from sublet.ports.ledger import FoundDevice
+from sublet.processes.clock import HostClock
 from sublet.testing.postgres import PostgresServer
 from sublet.wiring import plug_in
 from tests.forked import Forked
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = 4
 #: In one history, on one ledger with clients of its own.
 BATCH = 25_000
-#: Ledgers at once. Clients of one ledger mostly wait for each other's turn at its gate; those of another use that time.
+#: Ledgers at once. Clients of one ledger mostly wait for each other's turn at its writer lock; those of another use that time.
 LEDGERS = 4
 #: Are written down for one operation, about.
 BYTES_AN_OP = 72

@@ -11,8 +11,6 @@ import sys
 import time
 from typing import Any
 
-from sublet.core.device import Exclusivity
-from sublet.core.effect import Commit, Committed
 from sublet.core.errors import (
     Disconnected,
     EffectBusy,
@@ -23,9 +21,11 @@ from sublet.core.errors import (
     NotFound,
     Refused,
 )
-from sublet.core.lease import Holder, LeaseState, Request
-from sublet.hosting.clock import HostClock
+from sublet.core.leasing.lease import Holder, LeaseState, Request
+from sublet.core.progress.effect import Commit, Committed
+from sublet.core.scheduling.device import Exclusivity
 from sublet.ports.ledger import LeaseKey
+from sublet.processes.clock import HostClock
 from sublet.wiring import plug_in
 
 JOBS = 3

@@ -11,112 +11,72 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "gpu": "sublet.borrowing",
-    "on_gpu": "sublet.borrowing",
-    "join": "sublet.joining",
-    "Member": "sublet.runtime.gang",
-    "connect": "sublet.remote.studio",
-    "Studio": "sublet.remote.studio",
-    "Session": "sublet.remote.session",
-    "lease": "sublet.under_lease",
-    "keep": "sublet.under_lease",
-    "save": "sublet.under_lease",
-    "saved": "sublet.under_lease",
+    "gpu": "sublet.leases.request",
+    "on_gpu": "sublet.functions.on_gpu",
+    "join": "sublet.leases.gangs.join",
+    "Member": "sublet.leases.gangs.member",
+    "connect": "sublet.client.studio",
+    "Studio": "sublet.client.studio",
+    "Session": "sublet.client.session",
+    "lease": "sublet.leases.current",
+    "keep": "sublet.leases.current",
+    "save": "sublet.leases.current",
+    "saved": "sublet.leases.current",
     "load_ipython_extension": "sublet.notebook.extension",
     "unload_ipython_extension": "sublet.notebook.extension",
-    "block": "sublet.keeping",
-    "Durable": "sublet.keeping",
-    "Block": "sublet.runtime.block",
-    "queue": "sublet.queueing",
-    "Queue": "sublet.runtime.queues",
-    "Item": "sublet.runtime.pull",
-    "train": "sublet.training",
-    "run_step": "sublet.training",
-    "Loader": "sublet.runtime.data",
-    "Sampler": "sublet.runtime.data",
-    "Run": "sublet.runtime.train",
-    "Preempted": "sublet.runtime.train",
-    "Completed": "sublet.runtime.step",
-    "Duplicate": "sublet.runtime.step",
+    "block": "sublet.leases.blocks.durable",
+    "Durable": "sublet.leases.blocks.durable",
+    "Block": "sublet.leases.blocks.block",
+    "queue": "sublet.queues.opening",
+    "Queue": "sublet.queues.queue",
+    "Item": "sublet.queues.item",
+    "train": "sublet.training.train",
+    "run_step": "sublet.training.train",
+    "Loader": "sublet.training.data",
+    "Sampler": "sublet.training.data",
+    "Run": "sublet.training.loop",
+    "Preempted": "sublet.training.loop",
+    "Completed": "sublet.training.step",
+    "Duplicate": "sublet.training.step",
     "checkpoints": "sublet.wiring",
-    "ReplicaPolicy": "sublet.core.checkpoint",
-    "Retention": "sublet.core.retention",
-    "Lease": "sublet.runtime.holding",
+    "ReplicaPolicy": "sublet.core.checkpoints.checkpoint",
+    "Retention": "sublet.core.checkpoints.retention",
+    "Lease": "sublet.leases.lease",
     "Notice": "sublet.core.notice",
-    **dict.fromkeys(("u32", "u64", "i32", "i64", "f32", "f64"), "sublet.core.kernel"),
-    **dict.fromkeys(
-        [
-            "BadInput",
-            "BlockHeld",
-            "BlockTooSmall",
-            "BrokerDown",
-            "CallFailed",
-            "CannotTravel",
-            "CompileFailed",
-            "Damaged",
-            "Disconnected",
-            "DeviceFault",
-            "EffectBusy",
-            "Fenced",
-            "FingerprintMismatch",
-            "GpuSessionEnded",
-            "GpuUnavailable",
-            "HeadMoved",
-            "InvariantBroken",
-            "ItemFailed",
-            "KernelTimeout",
-            "LeaseLost",
-            "LeaseNotActive",
-            "Misconfigured",
-            "MissingExtra",
-            "NeverFits",
-            "NoCapacity",
-            "NotDurable",
-            "NotFound",
-            "NotJson",
-            "NothingSaved",
-            "OutOfMemory",
-            "QuorumNotReached",
-            "QuotaReached",
-            "RankLost",
-            "Refused",
-            "SchemaMismatch",
-            "SinkDown",
-            "Stale",
-            "StaleDelivery",
-            "SubletError",
-            "TooLarge",
-            "Unsavable",
-            "WaitlistFull",
-            "WaitTimedOut",
-            "WorkerLost",
-        ],
-        "sublet.core.errors",
-    ),
+    "notices": "sublet.leases.notices",
+    **dict.fromkeys(("u32", "u64", "i32", "i64", "f32", "f64"), "sublet.core.progress.kernel_arguments"),
 }
 
+#: Frameworks' adapters, reached as `sublet.hf.train(...)` and `sublet.lightning.fit(...)`.
+_MODULES = {"errors": "sublet.errors", "hf": "sublet.training.hf", "lightning": "sublet.training.lightning"}
+
 if TYPE_CHECKING:
-    from sublet.borrowing import gpu, on_gpu
-    from sublet.core.checkpoint import ReplicaPolicy
-    from sublet.core.errors import *  # noqa: F403
-    from sublet.core.kernel import f32, f64, i32, i64, u32, u64
+    from sublet import errors as errors
+    from sublet.client.session import Session
+    from sublet.client.studio import Studio, connect
+    from sublet.core.checkpoints.checkpoint import ReplicaPolicy
+    from sublet.core.checkpoints.retention import Retention
     from sublet.core.notice import Notice
-    from sublet.core.retention import Retention
-    from sublet.joining import join
-    from sublet.keeping import Durable, block
-    from sublet.queueing import queue
-    from sublet.remote.session import Session
-    from sublet.remote.studio import Studio, connect
-    from sublet.runtime.block import Block
-    from sublet.runtime.data import Loader, Sampler
-    from sublet.runtime.gang import Member
-    from sublet.runtime.holding import Lease
-    from sublet.runtime.pull import Item
-    from sublet.runtime.queues import Queue
-    from sublet.runtime.step import Completed, Duplicate
-    from sublet.runtime.train import Preempted, Run
-    from sublet.training import run_step, train
-    from sublet.under_lease import keep, lease, save, saved
+    from sublet.core.progress.kernel_arguments import f32, f64, i32, i64, u32, u64
+    from sublet.errors import *  # noqa: F403
+    from sublet.functions.on_gpu import on_gpu
+    from sublet.leases.blocks.block import Block
+    from sublet.leases.blocks.durable import Durable, block
+    from sublet.leases.current import keep, lease, save, saved
+    from sublet.leases.gangs.join import join
+    from sublet.leases.gangs.member import Member
+    from sublet.leases.lease import Lease
+    from sublet.leases.notices import notices
+    from sublet.leases.request import gpu
+    from sublet.queues.item import Item
+    from sublet.queues.opening import queue
+    from sublet.queues.queue import Queue
+    from sublet.training import hf as hf
+    from sublet.training import lightning as lightning
+    from sublet.training.data import Loader, Sampler
+    from sublet.training.loop import Preempted, Run
+    from sublet.training.step import Completed, Duplicate
+    from sublet.training.train import run_step, train
     from sublet.wiring import checkpoints
 
 __all__ = [
@@ -149,6 +109,7 @@ __all__ = [
     "join",
     "keep",
     "lease",
+    "notices",
     "on_gpu",
     "queue",
     "run_step",
@@ -161,13 +122,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    elif name in (errors := import_module("sublet.errors")).__all__:
+        value = getattr(errors, name)
+    else:
         raise AttributeError(f"module 'sublet' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_HOME, *_MODULES, *import_module("sublet.errors").__all__])

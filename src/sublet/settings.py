@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sublet.core.errors import BadInput, Misconfigured
-from sublet.core.policy import Policy
+from sublet.core.leasing.policy import Policy
 from sublet.core.values import check_name
 
 
@@ -64,12 +64,19 @@ SPECS = (
         "who may warn that the GPU will go: auto (whatever is found here), none, or a list such as gce,slurm",
     ),
     Spec("time_limit", "SUBLET_TIME_LIMIT", "how long a process may run, such as 2h; it drains before that"),
+    Spec(
+        "verify",
+        "SUBLET_VERIFY",
+        "which resumes repeat what was done since the save before the last, and compare: auto (the first of "
+        "each version of the program, then one in ten), always, first or never",
+    ),
     Spec("price", "SUBLET_PRICE", "what a GPU-hour costs, such as 2.50: shown under cells and in reports"),
     Spec("host", "SUBLET_HOST", "the name of this machine in the ledger"),
     Spec(
         "domain",
         "SUBLET_DOMAIN",
-        "what this machine fails with, such as us-east1: replicas of that @domain are read first; empty: measured",
+        "what this machine fails with, such as us-east1: replicas of that @domain are read first; empty: "
+        "measured",
     ),
 )
 
@@ -92,6 +99,12 @@ class Settings:
     @property
     def disabled(self) -> bool:
         return switched_on(self["disable"])
+
+
+def variable(name: str) -> str:
+    """One variable of ours as the environment has it now, '' where it is not set: for what may change while a
+    process runs."""
+    return os.environ.get(f"SUBLET_{name}", "")
 
 
 def switched_on(text: str) -> bool:
@@ -122,6 +135,7 @@ def _defaults(home: str) -> dict[str, str]:
         "token": "",
         "tenant": _tidied(_user(), "default"),
         "disable": "",
+        "verify": "",
         "preload": "numpy,torch,torch._dynamo,torch.optim",
         "notices": "auto",
         "time_limit": "",

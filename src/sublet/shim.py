@@ -1,32 +1,44 @@
-"""`python -m sublet.shim train.py`: a training script that knows nothing of sublet, made resumable without changing it.
+"""`python -m sublet.shim train.py`: a training script that knows nothing of sublet, made resumable without
+changing it.
 
 Rules of this file:
-- The script is looked at before anything runs, then runs as it would under plain `python`: the same name, arguments, path and exit code.
-- What is found is `rewriting.finding`'s, what is put around it `rewriting.inserting`'s, what that does `runtime.script`'s.
+- The script is looked at before anything runs, then runs as it would under plain `python`: the same name,
+  arguments, path and exit code.
+- `training.scripts.boundaries` marks where its steps end, and `training.scripts.script` saves it there.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import multiprocessing
 import os
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from sublet.cli.main import complain, exit_code
 from sublet.core.errors import BadInput, SubletError
+from sublet.core.notice import DEFAULT_GRACE
 from sublet.core.values import format_size
-from sublet.rewriting.finding import Found, find
-from sublet.rewriting.inserting import NAME, insert
-from sublet.runtime.script import LeftAfterTheLoops, Script
-from sublet.runtime.train import Preempted, Run
-from sublet.training import DEFAULT_TIER, train
+from sublet.settings import load_settings, variable
+from sublet.training.program_state.loader_workers import watch_loaders
+from sublet.training.scripts import event_writers
+from sublet.training.scripts.boundaries import NAME, Source, uses_sublet_train, with_boundaries
+from sublet.training.scripts.ending import FINISHED, ProcessStart, leave_process, let_go
+from sublet.training.scripts.file_history import FileHistory
+from sublet.training.scripts.importing import OwnFinder, OwnModules, WhenImported, remember_visibly
+from sublet.training.scripts.script import Around, Inventory, Script, ScriptOptions
+from sublet.training.train import DEFAULT_TIER, train
 
+#: Any will do, as long as it is always the same.
+HASH_SEED = "20260"
 EXAMPLE = "Example:  python -m sublet.shim --name resnet --vram 8GB train.py --epochs 90"
 
 
@@ -49,10 +61,20 @@ EXAMPLE = "Example:  python -m sublet.shim --name resnet --vram 8GB train.py --e
 @click.option("--ttl", help="The lease ends after this unless renewed.")
 @click.option("--tier", default=DEFAULT_TIER, show_default=True, help="Priority class of the lease.")
 @click.option("--wait", help="For a GPU, at most so long.")
-@click.option("--grace", help="Time to leave after a signal.  [default: 15s]")
+@click.option("--grace", help=f"Time to leave after a signal.  [default: {DEFAULT_GRACE}]")
 @click.option(
     "--loop", type=int, metavar="LINE", help="The training loop, where the script does not make it clear."
 )
+@click.option(
+    "--ignore", multiple=True, metavar="PATH", help="Leave this out of what is saved: no step depends on it."
+)
+@click.option(
+    "--verify",
+    help="Which resumes repeat an interval and compare it: auto, always, first or never.  [default: "
+    "SUBLET_VERIFY, or auto]",
+)
+@click.option("--no-rehearsal", is_flag=True, help="Do not start a new version twice to see that it resumes.")
+@click.option("--changed-ok", is_flag=True, help="Go on although the script changed since the last save.")
 @click.option("--quiet", is_flag=True, help="No progress line.")
 @click.option(
     "--explain", is_flag=True, help="Run up to the training loop, say what would be saved, and stop."
@@ -60,33 +82,87 @@ EXAMPLE = "Example:  python -m sublet.shim --name resnet --vram 8GB train.py --e
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def shim(
-    script: str, arguments: tuple[str, ...], loop: int | None, quiet: bool, explain: bool, **options: Any
+    script: str,
+    arguments: tuple[str, ...],
+    loop: int | None,
+    ignore: tuple[str, ...],
+    no_rehearsal: bool,
+    changed_ok: bool,
+    quiet: bool,
+    explain: bool,
+    **options: Any,
 ) -> int:
     """Run a training SCRIPT so that it can be killed at any moment and continues where it was, bit for bit.
 
-    Its training loop is found by itself. Steps count once, are saved behind the next ones, and on any warning that the GPU will go the
-    script saves and leaves with exit code 85. Start it again, the same way, to continue.
+    Its training loop is found by itself. Steps count once, are saved behind the next ones, and on any warning
+    that the GPU will go the script is saved and ended with exit code 85. Start it again, the same way, to
+    continue.
     """
-    found, path = look_at(script, loop)
-    if explain:
-        click.echo(describe(found))
+    source, path = look_at(script, loop)
     given = {key: value for key, value in options.items() if value is not None}
-    name = given.pop("name", None) or os.environ.get("SUBLET_JOB") or name_of(path, arguments)
+    name = given.pop("name", None) or variable("JOB") or name_of(path, arguments)
     every: str | int = int(given["every"]) if given["every"].isdigit() else given["every"]
-    running = Script(
-        found,
-        str(path),
-        ours=_of_the_script(path.parent),
+    own = OwnModules()
+    around = Around(
+        path=path,
+        arguments=arguments,
+        ends_at=execute.__code__,
+        memory=load_settings().home / "run" / "resumes",
         say=lambda text: print(f"{name}: {text}", file=sys.stderr),
-        explain=_print_captured if explain else None,
+        fail=fail,
+        restart=partial(restart, ProcessStart()),
+        explain=print_inventory if explain else None,
     )
-    code = compile(insert(found), str(path), "exec")
+    wanted = ScriptOptions(
+        ignored=frozenset(ignore),
+        rehearse=not (no_rehearsal or (options["verify"] or load_settings()["verify"]) == "never"),
+        changed_ok=changed_ok,
+    )
+    running = Script(own, around, wanted)
+    watch_imports(own, running)
+    code = compile(source.tree, str(path), "exec", dont_inherit=True)
     run = train(name, {"script": running}, progress=not (quiet or explain), **{**given, "every": every})
     running.belongs_to(run)
-    return execute(code, script, path, arguments, running, run)
+    if explain:
+        for found in source.loops:
+            where = f" in {found.scope}" if found.scope else ""
+            click.echo(f"training loop   line {found.line}, a '{found.kind}'{where}: {found.why}")
+    elif running.is_over or run.is_marked(FINISHED):
+        run.close()
+        click.echo(
+            f"{name}: finished already, at step {run.committed:,}; nothing was run. Another --name begins "
+            "anew",
+            err=True,
+        )
+        return 0
+    else:
+        running.prints_once(around.memory / f"{name}.printed")
+        home = load_settings().home
+        running.keeps_files(FileHistory(around.memory / f"{name}.files", cwd=Path.cwd(), left_alone=[home]))
+    become(script, path, arguments, running)
+    return running.run_to_the_end(lambda: execute(code))
 
 
-def look_at(script: str, loop: int | None) -> tuple[Found, Path]:
+def watch_imports(own: OwnModules, running: Script) -> None:
+    """Steps are marked in the user's own modules too, and libraries are told what to tell."""
+    imports = WhenImported()
+    sys.meta_path[:0] = [OwnFinder(own, running), imports]
+    for module in event_writers.MODULES:
+        imports.do(module, partial(event_writers.know_event_writers, module))
+    imports.do("torch.optim.optimizer", lambda: watch_optimizers(running))
+    imports.do("torch.utils.data.dataloader", lambda: watch_loaders(own.names))
+    remember_visibly(own)
+    atexit.register(let_go, own.names)
+
+
+def watch_optimizers(running: Script) -> None:
+    """Where the training loop is a library's, a step is a step of an optimizer."""
+    optimizer = sys.modules["torch.optim.optimizer"]
+    optimizer.register_optimizer_step_pre_hook(running.before_optimizer)
+    optimizer.register_optimizer_step_post_hook(running.after_optimizer)
+
+
+def look_at(script: str, loop: int | None) -> tuple[Source, Path]:
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         raise BadInput(
             "the shim resumes one process, and this is one of several; nothing was started",
@@ -94,12 +170,19 @@ def look_at(script: str, loop: int | None) -> tuple[Found, Path]:
         )
     path = Path(script).absolute()
     try:
-        source = path.read_text()
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise BadInput(
             f"{script} cannot be read: {e}; nothing was started", remedy="name a Python script"
         ) from e
-    return find(source, str(path), line=loop), path
+    source = with_boundaries(text, str(path), line=loop)
+    line = uses_sublet_train(source.tree)
+    if line is not None:
+        raise BadInput(
+            f"{path}, line {line}: it resumes by itself; nothing was started",
+            remedy="run it with plain python",
+        )
+    return source, path
 
 
 def name_of(path: Path, arguments: Sequence[str]) -> str:
@@ -109,83 +192,53 @@ def name_of(path: Path, arguments: Sequence[str]) -> str:
     return f"{stem or 'script'}-{digest[:8]}"
 
 
-def _of_the_script(folder: Path) -> Callable[[type], bool]:
-    """Classes of the script and of the modules beside it: what their objects are made of is the user's own data."""
-    known: dict[type, bool] = {}
-
-    def ours(kind: type) -> bool:
-        if kind not in known:
-            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-            beside = file.startswith(f"{folder}/") and "site-packages" not in file
-            known[kind] = kind.__module__ == "__main__" or beside
-        return known[kind]
-
-    return ours
-
-
-def execute(
-    code: types.CodeType, script: str, path: Path, arguments: Sequence[str], running: Script, run: Run
-) -> int:
-    """As `python script arguments` would. Returns the exit code, or raises the script's own SystemExit."""
+def become(script: str, path: Path, arguments: Sequence[str], running: Script) -> None:
+    """Look to the script as `python script arguments` would."""
     main = types.ModuleType("__main__")
     main.__dict__.update({"__file__": str(path), "__cached__": None, NAME: running})
     sys.modules["__main__"] = main
     sys.argv = [script, *arguments]
     sys.path[0] = str(path.parent)
-    finished = listening = False
-    try:
-        exec(code, main.__dict__)
-        running.ended()
-        finished = True
-        return 0
-    except SystemExit as leaving:
-        running.ended()
-        listening = isinstance(leaving, (Preempted, LeftAfterTheLoops))
-        finished = True
-        raise
-    except SubletError:
-        raise
-    except BaseException as error:
-        running.ended()
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
-            trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        if not listening or not run.preempted:
-            run.close(finished=finished, listening=listening)
 
 
-def describe(found: Found) -> str:
-    """What was seen in the source."""
-    loop = found.training
-    lines = [
-        f"training loop   line {loop.line}, a '{loop.kind}' in {loop.scope or 'the module'}: {found.why}"
-    ]
-    for outer in reversed(found.loops[:-1]):
-        lines.append(f"inside          line {outer.line}, a '{outer.kind}' in {outer.scope or 'the module'}")
-    for scope in found.scopes:
-        if scope.kept:
-            lines.append(f"variables       of {scope.key or 'the module'}: {', '.join(sorted(scope.kept))}")
-        if scope.dropped:
-            lines.append(f"not needed      {', '.join(sorted(scope.dropped))}: made anew in each iteration")
-    grads = (
-        "saved: they are carried from step to step"
-        if found.grads_carried
-        else "not saved: each step clears them first"
+def execute(code: types.CodeType) -> None:
+    """The frame below the script's first."""
+    exec(code, sys.modules["__main__"].__dict__)
+
+
+def fail(error: SubletError) -> NoReturn:
+    """End the process: the script is not to catch what is said to its user."""
+    complain(error, as_json=False)
+    leave_process(exit_code(error))
+
+
+def restart(start: ProcessStart) -> NoReturn:
+    """This process becomes the same program anew, with nothing of what the script changed in it."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    start.again()
+
+
+def print_inventory(found: Inventory) -> None:
+    """Print what would be saved when the training loop begins."""
+    click.echo(f"modules         {', '.join(found.modules)}")
+    for function, variables in found.functions:
+        click.echo(f"running         {function}, with {', '.join(variables) or 'no variables'}")
+    memory = sum(size for _, size in found.blocks)
+    click.echo(
+        f"saved           {found.objects:,} objects in {format_size(found.bytes)}, and {len(found.blocks)} "
+        f"blocks of memory with {format_size(memory)}"
     )
-    lines.append(f"gradients       {grads}")
-    return "\n".join(lines)
-
-
-def _print_captured(running: Script) -> None:
-    """What is there when the training loop begins."""
-    objects, left_alone = running.inventory()
-    for name, kind, size in objects:
-        click.echo(f"saved           {name}: {kind}, {format_size(size)}")
-    for name, why in left_alone.items():
-        click.echo(f"left alone      {name}: {why}")
+    for path, size in found.blocks[:12]:
+        click.echo(f"  block         {path}: {format_size(size)}")
+    for path in found.ignored:
+        click.echo(f"left out        {path}")
+    click.echo(
+        "also saved      where each function and generator is, the random states, the environment, open "
+        "files and what is written to them. Data bases, sockets and other processes are not"
+    )
 
 
 def main() -> None:
@@ -204,5 +257,15 @@ def main() -> None:
     sys.exit(code)
 
 
+def with_one_hash_seed() -> None:
+    """Each process of a script gives sets of texts the same order: this one begins again if it would not."""
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":
+        environment = os.environ | {"PYTHONHASHSEED": HASH_SEED}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    if os.environ["PYTHONHASHSEED"] == HASH_SEED:
+        del os.environ["PYTHONHASHSEED"]  # what the script starts is as it would be without us
+
+
 if __name__ == "__main__":
+    with_one_hash_seed()
     main()

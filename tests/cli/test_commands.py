@@ -14,14 +14,14 @@ import pytest
 
 from sublet.cli.main import COMMANDS
 from tests import forked
-from tests.runtime.conftest import Home, sqlite_home, wait_until  # noqa: F401
+from tests.homes import Home, wait_until
 
 
 def sublet(
     home: Home, *args: str, timeout: float = 60, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sublet", *args]
-    return forked.run(command, env=home.environment | environment, timeout=timeout)
+    return forked.run(command, env=home.environment | environment, timeout=timeout, children_too=True)
 
 
 def as_json(home: Home, *args: str):
@@ -31,7 +31,7 @@ def as_json(home: Home, *args: str):
 
 
 @pytest.fixture
-def home(sqlite_home: Home) -> Home:  # noqa: F811
+def home(sqlite_home: Home) -> Home:
     return sqlite_home
 
 
@@ -67,7 +67,7 @@ def test_short_output_is_for_scripts(home: Home) -> None:
 
 
 def test_waiting_tells_place_and_reason_and_revoke_makes_room(home: Home) -> None:
-    first = as_json(home, "lease", "acquire", "--vram", "16GiB", "--ttl", "10m")
+    first = as_json(home, "lease", "acquire", "--vram", "16GiB", "--ttl", "10m", "--job", "night")
     waiter = forked.Forked(
         [sys.executable, "-m", "sublet", "lease", "acquire", "--vram", "10GiB", "--json"],
         stdout=subprocess.PIPE,
@@ -79,7 +79,7 @@ def test_waiting_tells_place_and_reason_and_revoke_makes_room(home: Home) -> Non
     assert waiting["position"] == 1
     assert "needs 10GiB" in waiting["detail"]
     assert "PD" in sublet(home, "ps").stdout
-    said = sublet(home, "revoke", first["id"], "--grace", "0s", "--reason", "tests need it")
+    said = sublet(home, "revoke", "night", "--grace", "0s", "--reason", "tests need it")
     assert "tests need it" in said.stdout
     made = json.loads(waiter.communicate(timeout=30)[0])
     assert made["state"] == "active"
@@ -88,12 +88,15 @@ def test_waiting_tells_place_and_reason_and_revoke_makes_room(home: Home) -> Non
 
 def test_gpu_hours_a_day_are_set_shown_and_used_up(home: Home) -> None:
     [made] = as_json(home, "tenant", "add", "ada", "--gpu-hours-per-day", "0.5")
-    assert (made["gpu_us_per_day"], made["gpu_us_left"]) == (1_800_000_000, 1_800_000_000)
-    assert as_json(home, "quota", "set", "ada", "--gpu-hours-per-day", "2")[0]["gpu_us_left"] == 7_200_000_000
+    assert (made["quotas"]["gpu_seconds_per_day"], made["allowance"]["left_seconds"]) == (1800, 1800)
+    assert (
+        as_json(home, "quota", "set", "ada", "--gpu-hours-per-day", "2")[0]["allowance"]["left_seconds"]
+        == 7200
+    )
     held = as_json(home, "lease", "acquire", "--tenant", "ada", "--vram", "16GiB", "--ttl", "1h")
     [seen] = as_json(home, "quota", "show", "ada")
-    assert seen["gpu_us_left"] > 7_100_000_000  # used as it is used
-    assert seen["gpu_us_paid_ahead"] > 3_500_000_000
+    assert seen["allowance"]["left_seconds"] > 7100  # used as it is used
+    assert seen["allowance"]["paid_ahead_seconds"] > 3500
     assert re.search(r"left \d.* of 2h00m, full again at \d{4}-", sublet(home, "quota", "show", "ada").stdout)
     as_json(home, "quota", "set", "ada", "--gpu-hours-per-day", "0.01")
     refused = sublet(home, "lease", "acquire", "--tenant", "ada", "--vram", "1GiB", "--nonblock")
@@ -102,7 +105,7 @@ def test_gpu_hours_a_day_are_set_shown_and_used_up(home: Home) -> None:
         r"asked for \S+ of GPU time, left are 0ms of 36s a day, refill at \d{4}-", refused.stderr
     )
     sublet(home, "lease", "release", held["id"])
-    assert as_json(home, "quota", "set", "ada", "--gpu-hours-per-day", "none")[0]["gpu_us_left"] is None
+    assert as_json(home, "quota", "set", "ada", "--gpu-hours-per-day", "none")[0]["allowance"] is None
     assert sublet(home, "quota", "set", "ada", "--gpu-hours-per-day", "lots").returncode == 2
     assert "∞" in sublet(home, "quota", "show", "ada").stdout
 
@@ -113,7 +116,7 @@ def test_tenants_and_quotas(home: Home) -> None:
     refused = sublet(home, "lease", "acquire", "--tenant", "ada", "--vram", "8GB", "--nonblock")
     assert refused.returncode == 75
     assert "may hold 4GB" in refused.stderr
-    assert as_json(home, "quota", "set", "ada", "--max-vram", "none")[0]["max_vram_bytes"] == 0
+    assert as_json(home, "quota", "set", "ada", "--max-vram", "none")[0]["quotas"]["max_vram_bytes"] == 0
     held = as_json(home, "lease", "acquire", "--tenant", "ada", "--vram", "8GB")
     assert as_json(home, "quota", "show", "ada")[0]["live_bytes"] == 8 * 10**9
     assert sublet(home, "tenant", "rm", "ada").returncode == 2
@@ -149,6 +152,7 @@ BAD_INPUT: list[tuple[list[str], int, str]] = [
     (["lease", "renew", "Lnope"], 2, "did not acquire"),
     (["lease", "show", "Lnope"], 2, "there is no lease"),
     (["revoke", "Lnope"], 2, "there is no lease"),
+    (["revoke", "no-such-run"], 2, "no run or job named 'no-such-run' has a lease"),
     (["revoke", "Lnope", "--grace", "soon"], 2, "is not a duration"),
     (["quarantine", "clear", "nodevice"], 2, "there is no device"),
     (["tenant", "add", "a b"], 2, "is not a name"),
@@ -433,7 +437,7 @@ def test_old_checkpoints_from_the_command_line(home: Home, tmp_path: Path) -> No
     assert shown["bytes_new"] == shown["bytes"]
     newest = run("show", "m")
     assert newest["bytes"] > 1 << 20 > 1000 > newest["bytes_new"] > 0
-    assert all(0 <= h["age_us"] < 10**9 for h in newest["history"])
+    assert all(0 <= h["age_seconds"] < 1000 for h in newest["history"])
     words = said("show", "m")
     for expected in ("version 5, step 5", newest["digest"], "first", "all 2 packs", "shared", "u1"):
         assert expected in words

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from inspect import CO_COROUTINE
 from typing import Any
 
-from sublet.core.cell_names import Names
+from sublet.core.cells.names import CellNames
 
 NAMES = "abcde"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -292,7 +292,7 @@ def run(
     return Ran(tuple(seen), raised, mine)
 
 
-def run_away(source: str, space: Mapping[str, object], turns: Sequence[bool], names: Names) -> Ran:
+def run_away(source: str, space: Mapping[str, object], turns: Sequence[bool], names: CellNames) -> Ran:
     """In a worker that has only what the cell reads; what it changed comes back to the notebook."""
     sent = {name: value for name, value in space.items() if name in names.reads}
     ran = run(source, sent, turns)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sublet.core.admission import Pool
-from sublet.core.device import Device, Exclusivity, Resident, Slice, join
-from sublet.core.lease import Holder, Lease, LeaseState, Request, Tier
-from sublet.core.tenancy import PPM, Tenant
+from sublet.core.leasing.lease import Holder, LeaseRecord, LeaseState, Request, Tier
+from sublet.core.leasing.tenancy import PPM, Tenant
+from sublet.core.scheduling.admission import PoolIndex
+from sublet.core.scheduling.device import Device, Exclusivity, Resident, Slice, join
 from sublet.core.values import DAY_US, MINUTE_US, SECOND_US
 
 NOW = 1_700_000_000 * SECOND_US
@@ -34,10 +34,10 @@ def tenants(count: int) -> dict[str, Tenant]:
     }
 
 
-def lease(number: int, count: int, *, kind: str) -> Lease:
+def lease(number: int, count: int, *, kind: str) -> LeaseRecord:
     """`kind`: 'busy', 'idle' (one in four is) or 'lower' (batch, past its protected time)."""
     idle = kind == "idle" and number % 4 == 0
-    return Lease(
+    return LeaseRecord(
         id=f"l{number:06d}",
         request=Request(
             tenant=name_of(number % count),
@@ -61,8 +61,8 @@ def lease(number: int, count: int, *, kind: str) -> Lease:
     )
 
 
-def waiter(number: int, tenant: str) -> Lease:
-    return Lease(
+def waiter(number: int, tenant: str) -> LeaseRecord:
+    return LeaseRecord(
         id=f"w{number:04d}",
         request=Request(
             tenant=tenant, vram_bytes=CAPACITY, ttl_us=5 * MINUTE_US, exclusivity=Exclusivity.DEVICE
@@ -75,7 +75,7 @@ def waiter(number: int, tenant: str) -> Lease:
     )
 
 
-def pool(devices: int, *, tenant_count: int, waiting: int, kind: str = "busy", free: int = 0) -> Pool:
+def pool(devices: int, *, tenant_count: int, waiting: int, kind: str = "busy", free: int = 0) -> PoolIndex:
     """`free` devices have nobody on them."""
     found = []
     for i in range(devices):
@@ -95,4 +95,4 @@ def pool(devices: int, *, tenant_count: int, waiting: int, kind: str = "busy", f
     for w in waiters:
         rows[w.tenant] = replace(rows[w.tenant], waiting=rows[w.tenant].waiting + 1)
     leases = (lease(i, tenant_count, kind=kind) for i in range(devices - free))
-    return Pool(found, leases, waiters, rows)
+    return PoolIndex(found, leases, waiters, rows)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from sublet.core.admission import View
-from sublet.core.device import Device, DeviceState, Exclusivity, Resident, Slice, may_join, occupy
-from sublet.core.lease import Holder, Lease, LeaseState, Request, Tier
-from sublet.core.policy import Policy
-from sublet.core.tenancy import Tenant
+from sublet.core.leasing.lease import Holder, LeaseRecord, LeaseState, Request, Tier
+from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.scheduling.admission import PoolView
+from sublet.core.scheduling.device import Device, DeviceState, Exclusivity, Resident, Slice, may_join, occupy
 from sublet.core.values import MINUTE_US, SECOND_US
 
 GB = 1_000_000_000
@@ -47,7 +47,7 @@ def request(tenant: str = "ann", gb: int = 8, **fields: object) -> Request:
     return Request(tenant=tenant, vram_bytes=gb * GB, **fields)  # type: ignore[arg-type]
 
 
-LEASE_FIELDS = {f for f in Lease.__dataclass_fields__ if f not in ("id", "request", "holder", "state")}
+LEASE_FIELDS = {f for f in LeaseRecord.__dataclass_fields__ if f not in ("id", "request", "holder", "state")}
 
 
 def _split(fields: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
@@ -56,12 +56,12 @@ def _split(fields: dict[str, object]) -> tuple[dict[str, object], dict[str, obje
     return mine, {k: v for k, v in fields.items() if k not in LEASE_FIELDS}
 
 
-def waiter(name: str, tenant: str = "ann", gb: int = 8, **fields: object) -> Lease:
+def waiter(name: str, tenant: str = "ann", gb: int = 8, **fields: object) -> LeaseRecord:
     """Joined just now and seen just now, unless said otherwise."""
     mine, asked = _split(fields)
     mine.setdefault("joined_at", NOW)
     mine.setdefault("seen_at", NOW)
-    return Lease(
+    return LeaseRecord(
         id=name,
         request=request(tenant, gb, **asked),
         holder=Holder(host="h"),
@@ -72,7 +72,7 @@ def waiter(name: str, tenant: str = "ann", gb: int = 8, **fields: object) -> Lea
 
 def active(
     name: str, on: str | Sequence[str] = "d0", tenant: str = "bob", gb: int = 8, **fields: object
-) -> Lease:
+) -> LeaseRecord:
     """Granted a second ago, busy, far from its expiry, unless said otherwise."""
     names = [on] if isinstance(on, str) else list(on)
     mine, asked = _split(fields)
@@ -84,7 +84,7 @@ def active(
         "active_at": NOW,
         "busy": True,
     }
-    return Lease(
+    return LeaseRecord(
         id=name,
         request=request(tenant, gb, count=len(names), **asked),
         holder=Holder(host="h", pid=7),
@@ -95,7 +95,7 @@ def active(
     )
 
 
-def residents_of(leases: Iterable[Lease], device_id: str) -> list[Resident]:
+def residents_of(leases: Iterable[LeaseRecord], device_id: str) -> list[Resident]:
     return [
         Resident(x.tenant, x.request.exclusivity, s.vram_bytes)
         for x in leases
@@ -107,11 +107,11 @@ def residents_of(leases: Iterable[Lease], device_id: str) -> list[Resident]:
 
 def view_of(
     devices: Iterable[Device],
-    leases: Iterable[Lease] = (),
-    waiters: Iterable[Lease] = (),
+    leases: Iterable[LeaseRecord] = (),
+    waiters: Iterable[LeaseRecord] = (),
     tenants: Mapping[str, Tenant] | Iterable[Tenant] = (),
     policy: Policy | None = None,
-) -> View:
+) -> PoolView:
     leases, waiters = tuple(leases), tuple(waiters)
     # A waiter with a held offer owns slices, so it is in both tuples, as the ledger loads it.
     known = {x.id for x in leases}
@@ -127,7 +127,7 @@ def view_of(
             live_bytes=sum(s.vram_bytes for x in mine for s in x.slices),
             waiting=sum(w.tenant == name for w in waiters),
         )
-    return View(
+    return PoolView(
         devices=tuple(occupy(d, residents_of(leases, d.id)) for d in devices),
         leases=leases,
         waiters=waiters,
@@ -136,7 +136,7 @@ def view_of(
     )
 
 
-def assert_exclusion(devices: Iterable[Device], leases: Sequence[Lease]) -> None:
+def assert_exclusion(devices: Iterable[Device], leases: Sequence[LeaseRecord]) -> None:
     """L2, from first principles: sums within capacity, and every pair of residents may sit together."""
     for d in devices:
         residents = residents_of(leases, d.id)

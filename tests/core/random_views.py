@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from sublet.core.admission import View
-from sublet.core.device import DeviceState, Exclusivity, fit
-from sublet.core.lease import Lease, LeaseState, Tier
-from sublet.core.policy import Policy
-from sublet.core.spread import Spread
-from sublet.core.tenancy import PPM, Tenant
+from sublet.core.leasing.lease import LeaseRecord, LeaseState, Tier
+from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.tenancy import PPM, Tenant
+from sublet.core.scheduling.admission import PoolView
+from sublet.core.scheduling.device import DeviceState, Exclusivity, fit
+from sublet.core.scheduling.spread import Spread
 from sublet.core.values import DAY_US, HOUR_US
-
-from .pool import GB, NOW, M, S, device, view_of, waiter
+from tests.core.pool import GB, NOW, M, S, device, view_of, waiter
 
 NAMES = ("ann", "bob", "cyd", "dot", "eve", "fay")
 
 
-def wish(draw: Random, name: str, *, kinds: tuple[Exclusivity, ...] = tuple(Exclusivity)) -> Lease:
+def wish(draw: Random, name: str, *, kinds: tuple[Exclusivity, ...] = tuple(Exclusivity)) -> LeaseRecord:
     host = draw.choice(["", "", "", "", "h", "k"])
     return waiter(
         name,
@@ -38,7 +37,7 @@ def wish(draw: Random, name: str, *, kinds: tuple[Exclusivity, ...] = tuple(Excl
     )
 
 
-def held(draw: Random, w: Lease, epoch: int, slices: tuple) -> Lease:
+def held(draw: Random, w: LeaseRecord, epoch: int, slices: tuple) -> LeaseRecord:
     state = draw.choice([LeaseState.ACTIVE] * 5 + [LeaseState.REVOKING, LeaseState.ENDED])
     granted_at = NOW - draw.choice([0, 30, 50, 59, 61, 130, 1786, 1799, 1801]) * S
     return replace(
@@ -61,7 +60,7 @@ def held(draw: Random, w: Lease, epoch: int, slices: tuple) -> Lease:
     )
 
 
-def view(seed: int, *, most_devices: int = 8) -> View:
+def view(seed: int, *, most_devices: int = 8) -> PoolView:
     draw = Random(seed)
     kinds = draw.choice([tuple(Exclusivity), (Exclusivity.DEVICE,), (Exclusivity.SHARED,)])
     devices = [
@@ -74,7 +73,7 @@ def view(seed: int, *, most_devices: int = 8) -> View:
         for i in range(draw.randint(1, most_devices))
     ]
     draw.shuffle(devices)
-    leases: list[Lease] = []
+    leases: list[LeaseRecord] = []
     for i in range(draw.randint(0, 2 * most_devices)):
         w = wish(draw, f"{draw.choice('abcxyz')}{100 + i}", kinds=kinds)
         slices = fit(w.request.shape(), view_of(devices, leases).devices)

@@ -7,29 +7,28 @@ from random import Random
 
 import pytest
 
-from sublet.core import admission, making_room, schedule
-from sublet.core.admission import Pool, View
-from sublet.core.allowance import least_rate
-from sublet.core.device import Slice, could_ever_fit, fit, largest_smaller, usable
-from sublet.core.lease import LeaseState, Request
-from sublet.core.rooms import Rooms
-from sublet.core.shares import Shares, grown
-from sublet.core.tenancy import PPM, Tenant, used_now
+from sublet.core.billing.allowance import least_rate
+from sublet.core.leasing.lease import LeaseState, Request
+from sublet.core.leasing.tenancy import PPM, Tenant, used_now
+from sublet.core.scheduling import admission, schedule, victim_search
+from sublet.core.scheduling.admission import PoolIndex, PoolView
+from sublet.core.scheduling.device import Slice, could_ever_fit, fit, largest_smaller, usable
+from sublet.core.scheduling.device_index import DeviceIndex
+from sublet.core.scheduling.fair_share_index import FairShareIndex, grown
 from sublet.core.values import DAY_US, HOUR_US
 from tests.conftest import MORE_EXAMPLES
-
-from . import random_views
-from .pool import BATCH, DEVICE, GB, NOW, SPOT, M, S, active, device, view_of, waiter
-from .reference import admission as before
-from .reference import preemption as chosen_before
-from .reference import schedule as ticked_before
+from tests.core import random_views
+from tests.core.pool import BATCH, DEVICE, GB, NOW, SPOT, M, S, active, device, view_of, waiter
+from tests.core.reference import admission as before
+from tests.core.reference import preemption as chosen_before
+from tests.core.reference import schedule as ticked_before
 
 #: Random pools; `make proof` looks at ten times as many.
 VIEWS = 400 * MORE_EXAMPLES
 PARTS = 2
 
 
-def assert_decides_as_before(view: View, pool: Pool, now: int, newcomer) -> None:
+def assert_decides_as_before(view: PoolView, pool: PoolIndex, now: int, newcomer) -> None:
     assert schedule.tick(pool, now) == ticked_before.tick(view, now)
     assert admission.place(pool, now) == before.place(view, now)
     assert admission.in_order(pool, now) == before.in_order(view, now)
@@ -63,7 +62,7 @@ def test_a_larger_pool_is_decided_on_as_before():
         assert_decides_as_before(view, view.pool(), NOW, newcomer)
 
 
-def lists_of(pool: Pool) -> dict[str, object]:
+def lists_of(pool: PoolIndex) -> dict[str, object]:
     """All it knows, without what is empty."""
     pool._sort_in()
     found: dict[str, object] = {}
@@ -84,17 +83,17 @@ def lists_of(pool: Pool) -> dict[str, object]:
     found["on"] = {d: set(names) for d, names in pool._on.items() if names}
     found["rationed"] = set(pool._rationed)
     found["cooldowns"] = list(pool._cooldowns)
-    found["free"] = {k: list(v) for k, v in pool.rooms._free.items() if v}
+    found["free"] = {k: list(v) for k, v in pool.device_index._free.items() if v}
     found["ready"] = {
-        (h, c): list(v) for h, by in pool.rooms._by_capacity.items() for c, v in by.items() if v
+        (h, c): list(v) for h, by in pool.device_index._by_capacity.items() for c, v in by.items() if v
     }
-    found["not lost"] = {h: +n for h, n in pool.rooms._not_lost.items() if +n}
+    found["not lost"] = {h: +n for h, n in pool.device_index._not_lost.items() if +n}
     found["sums"] = (pool.shares._weight, pool.shares._users, pool.shares._rate, pool.shares._drift)
     return found
 
 
-def view_of_pool(pool: Pool) -> View:
-    return View(
+def view_of_pool(pool: PoolIndex) -> PoolView:
+    return PoolView(
         devices=tuple(pool.devices.values()),
         leases=tuple(pool.leases[n] for n in sorted(pool.leases)),
         waiters=tuple(sorted(pool.waiters.values(), key=lambda w: (w.joined_at, w.id))),
@@ -148,21 +147,21 @@ def test_rooms_say_what_a_walk_over_the_devices_says():
     for seed in range(150 * MORE_EXAMPLES):
         view = random_views.view(seed)
         draw = Random(seed)
-        rooms, devices = Rooms(view.devices), list(view.devices)
+        device_index, devices = DeviceIndex(view.devices), list(view.devices)
         request: Request = random_views.wish(draw, "w").request
         shape = request.shape()
         kept = {d.id for d in devices if draw.random() < 0.2}
         left = [d for d in devices if d.id not in kept]
-        assert rooms.fit(shape, kept) == fit(shape, left)
-        assert list(rooms.usable(shape)) == [
+        assert device_index.fit(shape, kept) == fit(shape, left)
+        assert list(device_index.usable(shape)) == [
             d.id for d in sorted(devices, key=lambda d: (d.free_bytes, d.id)) if usable(d, shape)
         ]
-        assert rooms.largest_smaller(shape, 4 * GB, kept) == largest_smaller(shape, left, 4 * GB)
+        assert device_index.largest_smaller(shape, 4 * GB, kept) == largest_smaller(shape, left, 4 * GB)
         capacities = [(d.host, d.capacity_bytes) for d in devices if d.state.value != "lost"]
-        assert rooms.could_ever_fit(shape) is could_ever_fit(shape, capacities)
-        assert rooms.not_lost() == (len(capacities), max((c for _, c in capacities), default=0))
-        assert rooms.least_rate(request) == least_rate(request, devices)
-        assert rooms.least_bytes(request, lost_too=False) == before._least_bytes(request, capacities)
+        assert device_index.could_ever_fit(shape) is could_ever_fit(shape, capacities)
+        assert device_index.not_lost() == (len(capacities), max((c for _, c in capacities), default=0))
+        assert device_index.least_rate(request) == least_rate(request, devices)
+        assert device_index.least_bytes(request, lost_too=False) == before._least_bytes(request, capacities)
 
 
 def test_victims_are_those_that_looking_at_every_device_finds():
@@ -170,7 +169,7 @@ def test_victims_are_those_that_looking_at_every_device_finds():
         view = random_views.view(seed)
         for w in view.waiters[:3]:
             asked = (w, view.devices, view.leases, view.policy, NOW)
-            assert making_room.choose(*asked) == chosen_before.choose(*asked), f"seed {seed}, {w.id}"
+            assert victim_search.choose(*asked) == chosen_before.choose(*asked), f"seed {seed}, {w.id}"
 
 
 # --- shares ------------------------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ def test_the_sum_is_within_its_error_and_every_share_is_exact():
         draw = Random(seed)
         half_life = draw.choice([HOUR_US, DAY_US, 30 * DAY_US])
         rows = tenants(draw, draw.randint(1, 12), NOW)
-        shares = Shares(rows, half_life)
+        shares = FairShareIndex(rows, half_life)
         now = NOW
         for _ in range(8):
             now += draw.choice([0, 1, draw.randrange(DAY_US), 40 * DAY_US])
@@ -217,11 +216,11 @@ def test_the_sum_is_within_its_error_and_every_share_is_exact():
 
 def test_who_has_used_exactly_its_share_is_not_above_it(monkeypatch):
     rows = {n: Tenant(name=n, used_us=7_654_321, as_of=NOW - HOUR_US) for n in ("a", "b", "c")}
-    shares = Shares(rows, DAY_US)
+    shares = FairShareIndex(rows, DAY_US)
     assert [shares.of(t, NOW)[0] for t in rows.values()] == [False] * 3
     rows["a"] = replace(rows["a"], used_us=7_654_421)
     shares.change(None, None)
-    assert [Shares(rows, DAY_US).of(t, NOW)[0] for t in rows.values()] == [True, False, False]
+    assert [FairShareIndex(rows, DAY_US).of(t, NOW)[0] for t in rows.values()] == [True, False, False]
 
 
 def test_growing_is_undone_by_decaying():
@@ -247,7 +246,7 @@ LINES = [
 
 
 def test_a_line_that_is_passed_over_is_come_back_to_from_the_place_one_has_reached():
-    order = admission.Order(Pool(waiters=LINES, tenants={"ann": Tenant(name="ann")}), NOW)
+    order = admission.WaitlistOrder(PoolIndex(waiters=LINES, tenants={"ann": Tenant(name="ann")}), NOW)
     walk = iter(order)
     assert next(walk).id == "a1"
     order.pass_over()
@@ -257,7 +256,7 @@ def test_a_line_that_is_passed_over_is_come_back_to_from_the_place_one_has_reach
 
 
 def test_a_line_that_is_not_come_back_to_is_over():
-    order = admission.Order(Pool(waiters=LINES, tenants={"ann": Tenant(name="ann")}), NOW)
+    order = admission.WaitlistOrder(PoolIndex(waiters=LINES, tenants={"ann": Tenant(name="ann")}), NOW)
     found = []
     for w in order:
         found.append(w.id)

@@ -11,21 +11,20 @@ from typing import Any
 
 import pytest
 
-from sublet.core import admission, schedule
-from sublet.core.admission import Grant, Offer, Wait
-from sublet.core.lease import changed
-from sublet.core.pool import Pool
-from sublet.core.schedule import Revoke
-
-from .crowded import NOW, name_of, pool, waiter
-from .reference import schedule as ticked_before
-from .steps import steps
+from sublet.core.leasing.lease import changed
+from sublet.core.scheduling import admission, schedule
+from sublet.core.scheduling.admission import Grant, Offer, Wait
+from sublet.core.scheduling.pool_index import PoolIndex
+from sublet.core.scheduling.schedule import Revoke
+from tests.core.crowded import NOW, name_of, pool, waiter
+from tests.core.reference import schedule as ticked_before
+from tests.core.steps import steps
 
 SMALL, LARGE = 10, 10_000
 
 
 @functools.cache
-def full(devices: int, **setting: Any) -> Pool:
+def full(devices: int, **setting: Any) -> PoolIndex:
     """Made once for all who ask about it: to decide leaves a pool as it was, a renewal and a bill move one row by a microsecond."""
     return pool(devices, tenant_count=devices, **setting)
 
@@ -34,35 +33,35 @@ def full(devices: int, **setting: Any) -> Pool:
 LOGARITHMIC = math.log2(LARGE) / math.log2(SMALL)
 
 
-def asked(found: Pool) -> object:
+def asked(found: PoolIndex) -> object:
     return admission.admit(waiter(999, name_of(1)), found, NOW, forecast=False)
 
 
-def ticked(found: Pool) -> object:
+def ticked(found: PoolIndex) -> object:
     return schedule.tick(found, NOW)
 
 
-def handed_out(found: Pool) -> object:
+def handed_out(found: PoolIndex) -> object:
     return admission.place(found, NOW)
 
 
-def looked_again(found: Pool) -> object:
+def looked_again(found: PoolIndex) -> object:
     return schedule.next_look_at(found, NOW)
 
 
-def renewed(found: Pool) -> object:
+def renewed(found: PoolIndex) -> object:
     lease = found.leases["l000003"]
     found.set_lease(changed(lease, expires_at=lease.expires_at + 1))
     return lease
 
 
-def billed(found: Pool) -> object:
+def billed(found: PoolIndex) -> object:
     tenant = found.tenants[name_of(3)]
     found.set_tenant(replace(tenant, used_us=tenant.used_us + 1, as_of=NOW))
     return tenant
 
 
-CASES: list[tuple[str, Callable[[Pool], object], dict[str, object], type | None]] = [
+CASES: list[tuple[str, Callable[[PoolIndex], object], dict[str, object], type | None]] = [
     ("a request when one device is free", asked, {"free": 1, "waiting": 0}, Grant),
     ("a request when nothing is free", asked, {"waiting": 4}, Wait),
     ("handing out one device", handed_out, {"free": 1, "waiting": 4}, list),
@@ -118,7 +117,7 @@ def test_the_count_sees_a_walk_over_everything():
     cost = {}
     for devices in (SMALL, 1_000):
         found = pool(devices, tenant_count=devices, waiting=4, kind="idle")
-        view = admission.View(
+        view = admission.PoolView(
             devices=tuple(found.devices.values()),
             leases=tuple(found.leases.values()),
             waiters=tuple(found.waiters.values()),

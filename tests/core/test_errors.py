@@ -19,6 +19,7 @@ from sublet.core.errors import (
     Misconfigured,
     NotDurable,
     Refused,
+    ResumeDiffers,
     Stale,
     SubletError,
     Unauthorized,
@@ -37,6 +38,7 @@ FAMILIES = (
     Disconnected,
     BadInput,
     Misconfigured,
+    ResumeDiffers,
     Unauthorized,
     InvariantBroken,
 )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from functools import reduce
 from itertools import permutations
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sublet.core.notice import Notice, merge
+import sublet.studio
+from sublet.core.leasing.policy import Policy
+from sublet.core.notice import DEFAULT_GRACE, Notice, merge
+from sublet.core.values import parse_duration
 from tests.conftest import MORE_EXAMPLES
 
 notices = st.builds(
@@ -53,3 +57,9 @@ def test_seconds_left_never_goes_below_zero() -> None:
     assert notice.seconds_left(0) == 2.5
     assert notice.seconds_left(2_500_000) == 0
     assert notice.seconds_left(9_999_999) == 0
+
+
+def test_one_default_grace_everywhere() -> None:
+    assert Policy().grace_us == parse_duration(DEFAULT_GRACE)
+    dialog = Path(sublet.studio.__path__[0], "page", "acts.js").read_text()
+    assert f'value: "{DEFAULT_GRACE}",' in dialog

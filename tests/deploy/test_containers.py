@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from sublet import wiring
-from sublet.core.lease import EndReason
+from sublet.core.leasing.lease import EndReason
+from sublet.leases.warden import warden_process
 from sublet.settings import load_settings
 from tests.conftest import need
-from tests.runtime.conftest import Home, close_home, make_home, wait_until
+from tests.homes import Home, close_home, make_home, wait_until
 
 #: Runs a function in a leased worker, which says what it sees of a file.
 SEES = """
@@ -61,7 +62,7 @@ def test_workers_see_their_own_containers_files_and_one_warden_watches_them_all(
     folder = Path(f"/tmp/pods-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     try:
-        wiring.ensure_warden(home.settings)
+        warden_process.ensure_warden(home.settings)
         warden = home.warden_pid()
         pods = [contained(home, folder, word) for word in ("first", "second")]
         said = [pod.stdout.readline().split() for pod in pods]

@@ -23,12 +23,12 @@ import yaml
 
 from sublet.core.errors import Misconfigured, NotDurable
 from sublet.studio.serving import LEAVE_SECONDS
-from tests.conftest import need, needed
+from tests.conftest import need, needed, repository
 from tests.deploy.checking import answered, check_command, check_variables
 from tests.store.servers import free_port
 
 ROOT = Path(__file__).parents[2]
-DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+DOCKERFILE = repository("deploy/docker/Dockerfile")
 COMPOSE = ROOT / "deploy" / "compose" / "compose.yaml"
 
 Instruction = tuple[str, str]
@@ -175,7 +175,7 @@ def test_the_store_of_the_compose_file_runs_makes_its_bucket_and_is_one_we_trust
             [str(weed), "-logtostderr=true", *command, *others], env=os.environ | keys, stdout=log, stderr=log
         )
     try:
-        from sublet.store.opening import open_replica
+        from sublet.store.replicas.opening import open_replica
 
         for name, value in {
             **keys,

@@ -19,15 +19,15 @@ import yaml
 
 from sublet.cli.main import EXIT_CODES
 from sublet.core.errors import BadInput, Misconfigured
-from sublet.core.exits import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE, Outcome, exit_code
+from sublet.core.runs.exits import NOT_EXECUTABLE_CODE, NOT_FOUND_CODE, Outcome, exit_code
 from sublet.core.values import SECOND_US, parse_duration
-from sublet.runtime.warden import SETTLE_US
+from sublet.leases.warden.warden import SETTLE_US
 from sublet.studio.serving import LEAVE_SECONDS
-from tests.conftest import need, needed
+from tests.conftest import need, needed, repository
 from tests.deploy.checking import answered, check_command, check_variables
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "deploy" / "kubernetes"
+FOLDER = repository("deploy/kubernetes")
 RENDERED = ("base", "overlays/gke-spot")
 #: From the oldest Kubernetes whose Jobs have all of this as stable, to the newest whose schemas we have.
 OLDEST = "1.34"
@@ -133,7 +133,7 @@ def test_every_variable_is_a_setting_and_every_pod_has_what_it_needs(manifests: 
         check_variables(own)
         # The host is the node: one warden for all pods of it.
         assert own["SUBLET_HOST"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName", name
-        # notices/kubernetes.py asks for this pod, in this namespace.
+        # notice_bus/kubernetes.py asks for this pod, in this namespace.
         assert own["POD_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name", name
         assert own["POD_NAMESPACE"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace", name
         assert {"configMapRef": {"name": settings["metadata"]["name"]}} in container["envFrom"], name
@@ -141,7 +141,7 @@ def test_every_variable_is_a_setting_and_every_pod_has_what_it_needs(manifests: 
 
 
 def test_the_store_and_the_sources_of_notices_are_known(manifests: list[Manifest]) -> None:
-    from sublet.plugins import installed
+    from sublet.machine.plugins import installed
 
     data = one(manifests, "ConfigMap", "sublet-settings")["data"]
     assert data["SUBLET_STORE"].partition(":")[0] in installed("sublet.stores", "gs").names
@@ -193,7 +193,7 @@ def test_exit_codes_of_the_job_are_those_of_our_profile() -> None:
     job = one(render("base"), "Job", "spot-training")
     policy = job["spec"]["podFailurePolicy"]["rules"]
     container = main_container(job["spec"]["template"]["spec"])
-    profile = check_command(container["command"]).values["exit_profile"]
+    profile = check_command(container["command"]).values["profile"]
     assert profile == "k8s"
     assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy asks for it
     by_action: dict[str, set[int]] = {}
@@ -246,7 +246,7 @@ def test_the_service_and_the_budgets_mean_pods_that_there_are(manifests: list[Ma
 
 
 def test_a_pod_may_read_itself_and_nothing_else(manifests: list[Manifest]) -> None:
-    """What notices/kubernetes.py asks: GET of one pod."""
+    """What notice_bus/kubernetes.py asks: GET of one pod."""
     role = one(manifests, "Role", "sublet")
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]
     binding = one(manifests, "RoleBinding", "sublet")
@@ -305,7 +305,7 @@ def test_the_jobs_own_command_is_told_commits_leaves_as_the_policy_expects_and_g
     from sublet.core.errors import NotFound
     from sublet.settings import load_settings
     from sublet.wiring import checkpoints
-    from tests.runtime.conftest import wait_until
+    from tests.homes import wait_until
 
     settings = load_settings(home=str(home), ledger=f"sqlite:{home}/ledger.db", store=f"dir:{home}/store")
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
-from sublet.core.device import DeviceState
-from sublet.core.lease import EndReason, LeaseState
-from sublet.core.tenancy import Tenant
-from sublet.hosting.clock import HostClock
-from sublet.hosting.single import state_of
-from sublet.ledger.postgres import open_ledger
+from sublet.core.leasing.lease import EndReason, LeaseState
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.scheduling.device import DeviceState
+from sublet.leases.warden.warden_process import system_lock_path
+from sublet.ledger.engines.postgres.engine import open_ledger
+from sublet.processes.clock import HostClock
+from sublet.processes.pid_lock import state_of
 from sublet.settings import load_settings
-from sublet.wiring import system_lock_path
 from tests import forked
 from tests.conftest import need
-from tests.runtime.conftest import process_is_gone, wait_until
+from tests.homes import process_is_gone, wait_until
 
 POLICY = '[policy]\nhost_silence = "2s"\nhost_gone = "6s"\n'
 
@@ -42,7 +42,7 @@ HOLD = """
 STEPS = """
     import sublet, sys, time
     from sublet import wiring
-    from sublet.core.effect import Commit
+    from sublet.core.progress.effect import Commit
     ledger = wiring.open_ledger(wiring.load_settings())
     with sublet.gpu(vram="16GiB", ttl="2s", tier="batch", holder="name") as lease:
         print("held", lease.id, lease.devices[0], flush=True)

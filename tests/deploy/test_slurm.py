@@ -17,18 +17,17 @@ from typing import Any
 
 import pytest
 
-from sublet.core.device import DeviceState
-from sublet.core.lease import LeaseState
-from sublet.core.tenancy import Tenant
-from sublet.hosting.clock import HostClock
-from sublet.ledger.postgres import open_ledger
-from tests.conftest import need
+from sublet.core.leasing.lease import LeaseState
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.scheduling.device import DeviceState
+from sublet.ledger.engines.postgres.engine import open_ledger
+from sublet.processes.clock import HostClock
+from tests.conftest import need, repository
 from tests.deploy import slurm
-from tests.drivers.cuda_shim import shim_libraries_fixture  # noqa: F401
-from tests.runtime.conftest import wait_until
+from tests.homes import wait_until
 
 ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy" / "slurm"
+DEPLOY = repository("deploy/slurm")
 ROUNDS = int(os.environ.get("SUBLET_DEPLOY_ROUNDS", "0"))
 
 pytestmark = [

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import need
+from tests.conftest import need, repository
 from tests.deploy.checking import check_command, check_variables
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "systemd"
+FOLDER = repository("deploy/systemd")
 UNITS = sorted(FOLDER.glob("*.service"))
 
 

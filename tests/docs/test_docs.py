@@ -14,18 +14,19 @@ from pathlib import Path
 import pytest
 
 from sublet.core.errors import error_tree
-from sublet.studio.attendant import finding
+from sublet.studio.holder import finding
 from tests import forked
-from tests.remote.conftest import House
-from tests.runtime.conftest import Home, sqlite_home  # noqa: F401
+from tests.client.conftest import House
+from tests.conftest import repository
+from tests.homes import Home
 
-ROOT = Path(__file__).parents[2]
+ROOT = repository("docs").parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = [p for p in PAGES if re.search(r"^```(python|console)$", p.read_text(), re.M)]
 
 
 @pytest.fixture
-def studio_environment(sqlite_home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:  # noqa: F811
+def studio_environment(sqlite_home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """A studio of the page's own, and a token for it."""
     house = House(sqlite_home)
     monkeypatch.setattr(finding, "spawn_detached", forked.spawn_detached)
@@ -33,13 +34,13 @@ def studio_environment(sqlite_home: Home, monkeypatch: pytest.MonkeyPatch) -> It
     house.start()
     yield {"SUBLET_URL": house.url, "SUBLET_TOKEN": house.token("ann")}
     house.kill()
-    house.kill_attendant()
+    house.kill_session_host()
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_examples_run(
     page: Path,
-    sqlite_home: Home,  # noqa: F811
+    sqlite_home: Home,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -55,9 +56,7 @@ def test_examples_run(
         for text in [body] if kind == "python" else lines:
             words = [sys.executable, "-c", text] if kind == "python" else _without_a_shell(text)
             if words:
-                torch = kind != "python" and "import torch" in page.read_text() and words[2] != "sublet"
-                origin = forked.with_torch() if torch else None
-                done = forked.run(words, origin=origin, env=environment, cwd=tmp_path)
+                done = forked.run(words, env=environment, cwd=tmp_path, children_too=True)
             else:
                 command = ["/bin/sh", "-c", text]
                 done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
@@ -71,7 +70,7 @@ def _without_a_shell(line: str) -> list[str]:
     words = [] if re.search(r"[|><&;$`*?]", line.partition("'")[0]) else shlex.split(line)
     if words[:1] == ["sublet"]:
         return [sys.executable, "-m", *words]
-    return [sys.executable, *words[1:]] if words[:2] == ["python", "-m"] else []
+    return [sys.executable, *words[1:]] if re.match(r"python (-m |\S+\.py)", line) else []
 
 
 def test_the_reference_is_what_the_code_says() -> None:

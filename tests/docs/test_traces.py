@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import runpy
-from pathlib import Path
 
 import pytest
 
 from sublet.sim.traces import read_availability
+from tests.conftest import repository
 from tests.sim.workloads import SHARED_TRACE
 
-ROOT = Path(__file__).parents[2]
+ROOT = repository("docs").parent
 SHARED = SHARED_TRACE.parent
 LONG = bool(os.environ.get("SUBLET_TRACES_LONG"))
 

@@ -12,11 +12,10 @@ import pytest
 
 from sublet.testing.postgres import PostgresServer
 from sublet.testing.ray_cluster import PATIENT, PYTHON, Cluster, running
-
-from ..conftest import need
-from ..placement.conftest import _has_ray, fresh_ledger
-from ..store.servers import Server, moto
-from .place import Place, without_settings
+from tests.conftest import need
+from tests.everywhere.place import Place, without_settings
+from tests.placement.conftest import _has_ray, fresh_ledger
+from tests.store.servers import Server, moto
 
 #: The head, and two that do the work: the head of a cluster is not to be lost.
 HEAD, HOSTS = "z", ("a", "b")

@@ -7,15 +7,18 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sublet.leases.warden.warden_process import warden_state
 from sublet.ports.ledger import Ledger
 from sublet.settings import load_settings
-from sublet.studio.attendant.finding import stop
-from sublet.wiring import open_ledger, warden_state
+from sublet.studio.holder.finding import stop
+from sublet.wiring import open_ledger
+from tests import forked
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_SECONDS = 240
@@ -30,7 +33,8 @@ class Place:
     def start(self, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
         """In the folder of the programs. What is still running when the place is left is killed."""
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-        made = subprocess.Popen(
+        of_ours = self.python == sys.executable  # forked; a cluster's is another interpreter
+        made: subprocess.Popen[Any] = (forked.Forked if of_ours else subprocess.Popen)(
             [self.python, *arguments],
             env=self.environment,
             cwd=PROGRAMS,

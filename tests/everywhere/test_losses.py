@@ -22,20 +22,20 @@ from typing import Any
 import pytest
 
 import sublet
-from sublet import inside
-from sublet.core.lease import Lease
+from sublet.client.session import Session
+from sublet.core.leasing.lease import LeaseRecord
+from sublet.machine import lease_environment
+from sublet.machine.run_folder import find_run
 from sublet.ports.ledger import Ledger
-from sublet.remote.session import Session
-from sublet.runs import find_run
 from sublet.settings import Settings, load_settings
 from sublet.testing.ray_cluster import Cluster, Node
-
-from ..placement.test_node_loss import _back_again, alive, household_of
-from ..placement.test_ray import ledger_of, until
-from ..store.servers import Server
-from ..studio.served import free_port, token_for
-from .place import Place, facts
-from .test_programs import chained
+from tests.everywhere.place import Place, facts
+from tests.everywhere.test_programs import chained
+from tests.placement.test_node_loss import _back_again, alive, process_tree_of
+from tests.placement.test_ray import ledger_of
+from tests.store.servers import Server
+from tests.studio.served import free_port, token_for
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("SUBLET_NODE_LOSSES"), reason="long: part of make proof"),
@@ -52,7 +52,7 @@ class Everything:
     jobs: dict[str, subprocess.Popen[bytes]]
     worker: subprocess.Popen[bytes]
     session: Session
-    leases: dict[str, Lease]  # by whose they are
+    leases: dict[str, LeaseRecord]  # by whose they are
 
     @property
     def busiest(self) -> str:
@@ -98,7 +98,7 @@ def started(place: Place, ledger: Ledger, studio: sublet.Studio, mark: str, hold
     worker = place.start_sublet(
         "work", mark, "items.py:digest", "--vram", "64MiB", "--ttl", ttl, "--until-empty"
     )
-    leases: dict[str, Lease] = {}
+    leases: dict[str, LeaseRecord] = {}
 
     def all_there() -> bool:
         home = Path(place.environment["SUBLET_HOME"])
@@ -116,7 +116,7 @@ def started(place: Place, ledger: Ledger, studio: sublet.Studio, mark: str, hold
             leases["worker"] = others[-1]
         return len(leases) == 4
 
-    until(all_there, 240)
+    wait_until(all_there, 240)
     return Everything(jobs, worker, session, leases)
 
 
@@ -125,14 +125,14 @@ def _committed(ledger: Ledger, job: str) -> bool:
     return head is not None and head.version > 0
 
 
-def zombies(node: Node) -> list[inside.Tenancy]:
+def zombies(node: Node) -> list[lease_environment.ProcessLease]:
     """What the node's commands have in their hands: the right to commit under leases that are about to be lost."""
     found = []
     for path in (node.home / "run" / "placed").iterdir():
-        key = json.loads((path / inside.KEY_FILE).read_text())
-        page = mmap.mmap(-1, inside.PAGE_BYTES)
-        inside.write_deadline(page, 1 << 62)  # and none of them looks at a clock
-        found.append(inside.Tenancy(key["lease"], key["epoch"], page, key["secret"]))
+        key = json.loads((path / lease_environment.KEY_FILE).read_text())
+        page = mmap.mmap(-1, lease_environment.PAGE_BYTES)
+        lease_environment.write_deadline(page, 1 << 62)  # and none of them looks at a clock
+        found.append(lease_environment.ProcessLease(key["lease"], key["epoch"], page, key["secret"]))
     return found
 
 
@@ -148,13 +148,13 @@ def lost_and_finished(
         assert {*everything.jobs, "worker", "session"} == set(hit), "a loss of all of it at once was meant"
         dead_hands = zombies(node)
         assert len(dead_hands) == 2
-        households = {name: household_of(lease.holder.pid) for name, lease in hit.items()}
+        trees = {name: process_tree_of(lease.holder.pid) for name, lease in hit.items()}
         lose(node)
         hold.touch()
 
         # the session is told, and goes on elsewhere with what it saved
         session = everything.session
-        until(lambda: session.look().status != "active", 120)
+        wait_until(lambda: session.look().status != "active", 120)
         said = session.facts
         assert said.reason == "holder_lost", said
         assert "node" in said.detail, said
@@ -178,8 +178,8 @@ def lost_and_finished(
         assert sorted(place.run("-c", code)["found"]) == expected
 
         # nobody outlived its deadline
-        for pids in households.values():
-            until(lambda pids=pids: not alive(pids), 120)
+        for pids in trees.values():
+            wait_until(lambda pids=pids: not alive(pids), 120)
 
         # nothing was granted twice, and whoever was given up commits nothing
         rows = [a.lease for a in ledger.leases(live_only=False)]
@@ -199,11 +199,13 @@ def lost_and_finished(
             for variable, value in s3.environment.items():
                 patched.setenv(variable, value)
             store = sublet.checkpoints(place.environment["SUBLET_STORE"], settings=_settings(place))
-            for tenancy in dead_hands:
+            for process_lease in dead_hands:
                 for name in everything.jobs:
                     version = ledger.head(name).version
                     with pytest.raises(sublet.SubletError) as refused:
-                        store.save(name, {"chain": b"from beyond"}, expected_version=version, lease=tenancy)
+                        store.save(
+                            name, {"chain": b"from beyond"}, expected_version=version, lease=process_lease
+                        )
                     assert refused.value.code in ("fenced", "lease_lost", "lease_not_active")
             store.close()
         assert not ledger.verify().faults
@@ -223,7 +225,7 @@ def test_a_frozen_node_under_all_of_it(
     ledger = ledger_of(three_nodes)
     with contextlib.closing(ledger):
         for lease in everything.leases.values():
-            until(lambda lease=lease: bool(ledger.look(lease.id).lease.settled_at), 120)
+            wait_until(lambda lease=lease: bool(ledger.look(lease.id).lease.settled_at), 120)
         proven = {t.lease_id: t.receipt.proven for t in ledger.receipts()}
         assert all(proven[lease.id] for lease in everything.leases.values())
     _back_again(three_nodes, victim)

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from sublet.runs import RunFolder, runs_folder
+from sublet.machine.run_folder import RunFolder, runs_folder
 from sublet.testing.ray_cluster import Cluster
-
-from ..studio.served import free_port, token_for
-from .place import Place, facts
+from tests.everywhere.place import Place, facts
+from tests.studio.served import free_port, token_for
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 20

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sublet import failpoints
-
-from .rig import ENGINES, Rig, postgres_rig, sqlite_rig
+from sublet.ledger.schema import versions
+from sublet.machine import failpoints
+from tests.in_memory import in_memory
+from tests.ledger.rig import ENGINES, Rig, postgres_rig, sqlite_rig
 
 
 @pytest.fixture
-def sqlite(tmp_path: Path) -> Iterator[Rig]:
-    rig = sqlite_rig(tmp_path)
-    yield rig
-    rig.close()
+def sqlite() -> Iterator[Rig]:
+    with in_memory() as folder:
+        rig = sqlite_rig(folder)
+        yield rig
+        rig.close()
 
 
 @pytest.fixture
@@ -39,3 +42,21 @@ def _disarmed() -> Iterator[None]:
     failpoints.disarm()
     yield
     failpoints.disarm()
+
+
+@pytest.fixture
+def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_next_release(monkeypatch, tmp_path / "schema")
+
+
+def make_next_release(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """From now on the schema is that of an imagined later release, which has two migrations."""
+    for engine in ("sqlite", "postgres"):
+        later = folder / "migrations" / engine
+        later.mkdir(parents=True)
+        shutil.copy(str(versions.FOLDER / f"{engine}.sql"), folder)
+        (later / "0003_note_by_text.sql").write_text("CREATE INDEX note_by_text ON note (text);")
+        (later / "0002_note.sql").write_text(
+            "CREATE TABLE note (text TEXT NOT NULL); ALTER TABLE head ADD COLUMN note TEXT NOT NULL DEFAULT '';"
+        )
+    monkeypatch.setattr(versions, "FOLDER", folder)

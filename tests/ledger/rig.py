@@ -13,13 +13,13 @@ from typing import Any
 
 import apsw
 
-from sublet.core.effect import Commit
-from sublet.core.lease import Holder, Lease, Request
-from sublet.core.tenancy import Tenant
-from sublet.hosting.clock import HostClock
+from sublet.core.leasing.lease import Holder, LeaseRecord, Request
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.progress.effect import Commit
+from sublet.ledger.engines.sqlite.engine import open_ledger as open_sqlite
 from sublet.ledger.ledger import SqlLedger
-from sublet.ledger.sqlite import open_ledger as open_sqlite
 from sublet.ports.ledger import Answer, FoundDevice, LeaseKey
+from sublet.processes.clock import HostClock
 from sublet.testing.clock import VirtualClock
 
 ENGINES = ["sqlite", "postgres"]
@@ -42,7 +42,7 @@ TABLES = [
     "effect",
     "block",
     "queue",
-    "clerk",
+    "consumer",
     "item",
     "journal",
     "pruned",
@@ -170,11 +170,11 @@ class Rig:
             lease_id, self.secrets[lease_id], wanted, Holder(host=host, pid=pid)
         )
 
-    def key(self, lease: Lease | Answer) -> LeaseKey:
+    def key(self, lease: LeaseRecord | Answer) -> LeaseKey:
         lease = lease.lease if isinstance(lease, Answer) else lease
         return LeaseKey(lease.id, lease.epoch, self.secrets[lease.id])
 
-    def look(self, lease: Lease | Answer | str) -> Lease:
+    def look(self, lease: LeaseRecord | Answer | str) -> LeaseRecord:
         if isinstance(lease, Answer):
             lease = lease.lease
         return self.ledger.look(lease if isinstance(lease, str) else lease.id).lease
@@ -232,9 +232,9 @@ def sqlite_rig(folder: Path) -> Rig:
     )
 
 
-#: All that a schema is made of, in one line of text; its rows are not in it.
+#: All that a schema is made of, in one line of text, without its name and its rows.
 _STRUCTURE = """
-SELECT md5(string_agg(part, E'\\n' ORDER BY part)) FROM (
+SELECT md5(string_agg(part, E'\\n' ORDER BY part)) FROM (SELECT replace(part, %(name)s, '') AS part FROM (
   SELECT format('%%s %%s %%s %%s %%s', c.relkind, c.relname, a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull) AS part
     FROM pg_class c LEFT JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
    WHERE c.relnamespace = to_regnamespace(%(name)s)
@@ -245,7 +245,7 @@ SELECT md5(string_agg(part, E'\\n' ORDER BY part)) FROM (
   UNION ALL SELECT pg_get_functiondef(oid) FROM pg_proc WHERE pronamespace = to_regnamespace(%(name)s)
   UNION ALL SELECT tgname FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
    WHERE c.relnamespace = to_regnamespace(%(name)s)
-) AS parts
+) AS named) AS parts
 """
 #: Schemas nobody uses at the moment, by their server: making one takes ten times as long as emptying one.
 _handed_on: dict[str, list[PostgresSchema]] = {}
@@ -257,7 +257,7 @@ class PostgresSchema:
     def __init__(self, server_url: str) -> None:
         self.name = f"t_{uuid.uuid4().hex[:12]}"
         self.url = f"{server_url}&sublet_schema={self.name}"
-        self._server_url = server_url
+        self.server_url = server_url
         self.connection = self.connect()
         self._structure = ""
         self._first_rows: dict[str, list[tuple[Any, ...]]] = {}
@@ -275,7 +275,7 @@ class PostgresSchema:
     def connect(self, **options: Any) -> Any:
         import psycopg
 
-        connection = psycopg.connect(self._server_url, autocommit=True, **options)
+        connection = psycopg.connect(self.server_url, autocommit=True, **options)
         connection.execute(f'SET search_path = "{self.name}"')
         return connection
 
@@ -286,7 +286,7 @@ class PostgresSchema:
     def remember(self) -> None:
         """This is how a new one is: called when its ledger was made, before anything was done to it."""
         if not self._structure:
-            self._structure = self._look()
+            self._structure = self.structure()
             self._first_rows = {table: self.sql(f'SELECT * FROM "{table}"') for table in self._tables()}
 
     def empty(self) -> None:
@@ -310,11 +310,11 @@ class PostgresSchema:
         import psycopg
 
         try:
-            if self._structure and self._left_alone() and self._look() == self._structure:
+            if self._structure and self._left_alone() and self.structure() == self._structure:
                 self.empty()
                 self.connection.execute("RESET ALL")
                 self.connection.execute(f'SET search_path = "{self.name}"')
-                _handed_on[self._server_url].append(self)
+                _handed_on[self.server_url].append(self)
                 return
         except psycopg.Error:
             pass
@@ -324,7 +324,7 @@ class PostgresSchema:
         import psycopg
 
         self.connection.close()
-        with psycopg.connect(self._server_url, autocommit=True) as connection:
+        with psycopg.connect(self.server_url, autocommit=True) as connection:
             connection.execute("SET lock_timeout = '5s'")
             connection.execute("SET client_min_messages = warning")
             connection.execute(f'DROP SCHEMA IF EXISTS "{self.name}" CASCADE')
@@ -335,7 +335,7 @@ class PostgresSchema:
     def _tables(self) -> list[str]:
         return [t for (t,) in self.sql("SELECT tablename FROM pg_tables WHERE schemaname = ?", (self.name,))]
 
-    def _look(self) -> str:
+    def structure(self) -> str:
         return str(self.connection.execute(_STRUCTURE, {"name": self.name}).fetchone()[0])
 
     def _left_alone(self) -> bool:
@@ -361,7 +361,7 @@ def postgres_rig(server_url: str, *, patience_us: int = 10_000_000) -> tuple[Rig
 
 
 def rig_on(schema: PostgresSchema, *, patience_us: int = 10_000_000) -> Rig:
-    from sublet.ledger.postgres import open_ledger
+    from sublet.ledger.engines.postgres.engine import open_ledger
 
     def advance(ledger: SqlLedger, us: int) -> None:
         ledger.engine.skew_us += us

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sublet.core.errors import NotFound
-from sublet.core.tenancy import Tenant
+from sublet.core.leasing.tenancy import Tenant
 from tests.ledger.rig import Rig
 
 

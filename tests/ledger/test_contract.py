@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from sublet.core.device import DeviceState, Exclusivity
-from sublet.core.effect import Committed, Duplicate, Reserved
 from sublet.core.errors import (
     BadInput,
     EffectBusy,
@@ -28,14 +26,15 @@ from sublet.core.errors import (
     SubletError,
     WaitlistFull,
 )
-from sublet.core.lease import EndReason, Holder, LeaseState, Request, Tier
-from sublet.core.schedule import Drop, End, Revoke, Withdraw
-from sublet.core.tenancy import Tenant
-from sublet.ledger.restored import EPOCH_GAP
+from sublet.core.leasing.lease import EndReason, Holder, LeaseState, Request, Tier
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.progress.effect import AlreadyCommitted, Committed, Reserved
+from sublet.core.scheduling.device import DeviceState, Exclusivity
+from sublet.core.scheduling.schedule import Drop, End, Revoke, Withdraw
+from sublet.ledger.verbs.leasing.after_restore import EPOCH_GAP
 from sublet.ports.ledger import Answer, LeaseKey
 from sublet.ports.processes import Receipt
-
-from .rig import HERE, MINUTE, SECOND, Rig, a_step
+from tests.ledger.rig import HERE, MINUTE, SECOND, Rig, a_step
 
 GONE = Receipt(proven=True, ladder="gone", containment="cgroup")
 NOT_PROVEN = Receipt(proven=False, ladder="unproven", containment="none", detail="pid 7 is still there")
@@ -1245,7 +1244,7 @@ def test_a_reserved_effect_is_completed_by_its_commit(pool: Rig, before: int) ->
     effect = pool.ledger.effect(f"train:{step}")
     assert (effect.completed, effect.outcome, effect.version) == (True, f"outcome-{step}", step)
     with pool.only_journals("step.duplicate"):
-        assert pool.commit(other, step) == Duplicate(step, f"outcome-{step}")
+        assert pool.commit(other, step) == AlreadyCommitted(step, f"outcome-{step}")
 
 
 def test_an_older_epoch_does_not_take_over(pool: Rig) -> None:
@@ -1262,9 +1261,9 @@ def test_reserving_with_other_inputs_or_after_completion(pool: Rig) -> None:
     pool.commit(answer, 1)
     key = pool.key(answer)
     with pool.only_journals("effect.duplicate"):
-        assert pool.ledger.reserve(key, effect="train:1", job="train", fingerprint="print-1") == Duplicate(
-            1, "outcome-1"
-        )
+        assert pool.ledger.reserve(
+            key, effect="train:1", job="train", fingerprint="print-1"
+        ) == AlreadyCommitted(1, "outcome-1")
     with pool.only_journals("effect.refused"), pytest.raises(FingerprintMismatch):
         pool.ledger.reserve(key, effect="train:1", job="train", fingerprint="other")
     with pool.only_journals(), pytest.raises(BadInput):
@@ -1296,13 +1295,13 @@ def test_commits_are_in_order_and_complete(pool: Rig) -> None:
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_the_same_commit_again_is_answered_again(pool: Rig, step: int) -> None:
-    """S4, S5: by its own holder `Committed`, by another one `Duplicate` with the stored outcome."""
+    """S4, S5: by its own holder `Committed`, by another one `AlreadyCommitted` with the stored outcome."""
     first, second = pool.ask(10), pool.ask(10)
     for done in range(1, step + 1):
         pool.commit(first, done)
     with pool.only_journals("step.duplicate"):
         assert pool.commit(first, step) == Committed(step)
-        assert pool.commit(second, step, outcome="mine") == Duplicate(step, f"outcome-{step}")
+        assert pool.commit(second, step, outcome="mine") == AlreadyCommitted(step, f"outcome-{step}")
     pool.release(first)
     with pool.only_journals():
         assert pool.commit(first, step) == Committed(step)  # it learns the truth although it is over
@@ -1324,7 +1323,9 @@ def test_a_completed_key_is_not_done_again_as_the_next_step(pool: Rig) -> None:
     pool.commit(answer, 1)
     pool.commit(answer, 2)
     with pool.only_journals("step.duplicate"):
-        assert pool.commit(answer, 3, key="train:1", fingerprint="print-1") == Duplicate(1, "outcome-1")
+        assert pool.commit(answer, 3, key="train:1", fingerprint="print-1") == AlreadyCommitted(
+            1, "outcome-1"
+        )
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from sublet import failpoints
-from sublet.core.effect import Committed, Duplicate
 from sublet.core.errors import Disconnected
-from sublet.failpoints import ConnectionDropped, FailpointHit
+from sublet.core.progress.effect import AlreadyCommitted, Committed
 from sublet.ledger.ledger import SqlLedger
+from sublet.machine import failpoints
+from sublet.machine.failpoints import ConnectionDropped, FailpointHit
 from tests import forked
-
-from .rig import Rig, a_step
+from tests.ledger.rig import Rig, a_step
 
 #: The places, in the order a commit passes them; True once the transaction is committed.
 PLACES = {
@@ -71,25 +70,25 @@ def finds_out(rig: Rig, before: int, step: int, happened: bool) -> None:
     assert ledger.commit(key(rig), a_step(step)) == Committed(step)
     agree(rig, before + 1)
     other = rig.ask(10)
-    assert ledger.commit(rig.key(other), a_step(step)) == Duplicate(step, f"outcome-{step}")
+    assert ledger.commit(rig.key(other), a_step(step)) == AlreadyCommitted(step, f"outcome-{step}")
     assert ledger.commit(rig.key(other), a_step(step + 1)) == Committed(step + 1)
     assert rig.faults() == []
 
 
 CHILD = """
 import sys
-from sublet import failpoints
-from sublet.core.effect import Commit
-from sublet.hosting.clock import HostClock
+from sublet.machine import failpoints
+from sublet.core.progress.effect import Commit
+from sublet.processes.clock import HostClock
 from sublet.ports.ledger import LeaseKey
 from sublet.testing.clock import VirtualClock
 
 url, generic, epoch, secret, step = sys.argv[1], sys.argv[2] == "generic", int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 if url.startswith("sqlite:"):
-    from sublet.ledger.sqlite import open_ledger
+    from sublet.ledger.engines.sqlite.engine import open_ledger
     ledger = open_ledger(url, VirtualClock())
 else:
-    from sublet.ledger.postgres import open_ledger
+    from sublet.ledger.engines.postgres.engine import open_ledger
     ledger = open_ledger(url, HostClock())
 if generic:
     from sublet.ledger.ledger import SqlLedger

@@ -20,15 +20,14 @@ from typing import Any
 import pytest
 
 from sublet.core.errors import SubletError
-from sublet.core.items import Terms
-from sublet.core.lease import Holder
-from sublet.ledger.sqlite import open_ledger
+from sublet.core.leasing.lease import Holder
+from sublet.core.queues.items import QueueTerms
+from sublet.ledger.engines.sqlite.engine import open_ledger
 from sublet.testing.clock import VirtualClock
-from tests.store.rig import in_memory
+from tests.in_memory import in_memory
+from tests.ledger.engines.postgres.test_cuts import VERBS, Case, sums_are_right
+from tests.ledger.rig import HERE, Rig, sqlite_rig
 from tests.traced import Programs, places_of
-
-from .rig import HERE, Rig, sqlite_rig
-from .test_postgres_cuts import VERBS, Case, sums_are_right
 
 KILLS = os.environ.get("SUBLET_KILLS", "2")
 SEED = int(os.environ.get("SUBLET_SEED", "4"))
@@ -45,19 +44,19 @@ PROGRAM = """
 import base64, pickle
 from tests.ledger.test_killed_at_a_call import done
 
-def program(url, verb, name, clerk, had):
+def program(url, verb, name, consumer, had):
     begin_with = lambda ledger: (ledger.now(), begin())
-    answer = done(url, verb, name, clerk, pickle.loads(base64.b64decode(had)), begin_with)
+    answer = done(url, verb, name, consumer, pickle.loads(base64.b64decode(had)), begin_with)
     say(answered=base64.b64encode(pickle.dumps(answer)).decode())
 """
 
 
-def done(url: str, verb: str, name: str, clerk: Any, had: Any, first: Any = lambda ledger: None) -> Any:
+def done(url: str, verb: str, name: str, consumer: Any, had: Any, first: Any = lambda ledger: None) -> Any:
     """In a process of its own: the verb, by a ledger that was just opened."""
     ledger = open_ledger(url, VirtualClock())
     case = Case.__new__(Case)
     case.ledger, case.name = ledger, name
-    case.line = SimpleNamespace(clerk=clerk)  # type: ignore[assignment]
+    case.line = SimpleNamespace(consumer=consumer)  # type: ignore[assignment]
     first(ledger)
     return VERBS[verb].run(case, had)
 
@@ -69,8 +68,8 @@ class Bench:
         self.rig, self.ledger, self.programs = rig, rig.ledger, programs
         rig.tenant("ada")
         rig.devices({"gpu0": 1_000_000, "gpu1": 1_000_000})
-        self.queue = rig.ledger.open_queue("ada", "images", Terms()).id
-        self.clerk = rig.ledger.open_clerk(self.queue, Holder(host=HERE, pid=1, started=1))
+        self.queue = rig.ledger.open_queue("ada", "images", QueueTerms()).id
+        self.consumer = rig.ledger.open_consumer(self.queue, Holder(host=HERE, pid=1, started=1))
         self.batches = itertools.count(1)
 
     def told(self, kind: str, subject: str) -> int:
@@ -87,7 +86,7 @@ class Bench:
             "url": self.rig.url,
             "verb": verb,
             "name": case.name,
-            "clerk": self.clerk,
+            "consumer": self.consumer,
             "had": base64.b64encode(pickle.dumps(had)).decode(),
         }
         _, said, often = self.programs.run(order, inject)

@@ -19,16 +19,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sublet.core.device import Exclusivity
-from sublet.core.effect import Committed, Duplicate
 from sublet.core.errors import Fenced, HeadMoved, LeaseLost, NoCapacity, NotFound, QuotaReached, Refused
-from sublet.core.lease import EndReason, Tier
+from sublet.core.leasing.lease import EndReason, Tier
+from sublet.core.progress.effect import AlreadyCommitted, Committed
+from sublet.core.scheduling.device import Exclusivity
 from sublet.ports.ledger import LeaseKey
 from sublet.ports.processes import Receipt
 from tests.conftest import MORE_EXAMPLES
-
-from .model import Held, Model, get_along
-from .rig import MINUTE, SECOND, Rig, a_step, postgres_rig, sqlite_rig
+from tests.ledger.model import Held, Model, get_along
+from tests.ledger.rig import MINUTE, SECOND, Rig, a_step, postgres_rig, sqlite_rig
 
 DEVICES = {"gpu0": 100, "gpu1": 100, "gpu2": 60}
 QUOTAS = {"ada": 0, "bob": 3, "eve": 2}
@@ -219,7 +218,7 @@ class Life(RuleBasedStateMachine):
         else:
             if step <= len(done):
                 mine = done[step - 1] == h.id
-                assert answer == (Committed(step) if mine else Duplicate(step, f"outcome-{step}"))
+                assert answer == (Committed(step) if mine else AlreadyCommitted(step, f"outcome-{step}"))
             else:
                 assert live, f"S2: a {h.state} lease committed"
                 assert h.epoch >= self.model.job_epoch.get(job, 0), "S2: an older epoch committed"

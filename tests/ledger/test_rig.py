@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .rig import PostgresSchema, Rig, postgres_rig
+from tests.ledger.rig import PostgresSchema, Rig, postgres_rig
 
 
 @pytest.fixture

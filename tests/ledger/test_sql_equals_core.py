@@ -1,5 +1,5 @@
-"""What is asked in SQL is what `core` says, on both engines: `slices.candidates` is `core.device.fit` over any pool, and a lease
-costs its tenant what `core.allowance` says, whichever way the verbs run."""
+"""What is asked in SQL is what `core` says, on both engines: `slices.candidates` is `core.scheduling.device.fit` over any pool, and a lease
+costs its tenant what `core.billing.allowance` says, whichever way the verbs run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sublet.core.allowance import paid, payable_us, settled
-from sublet.core.device import (
+from sublet.core.billing.allowance import paid, payable_us, settled
+from sublet.core.leasing.tenancy import PPM, Tenant, rate_of
+from sublet.core.scheduling.device import (
     Device,
     DeviceState,
     Exclusivity,
@@ -24,13 +25,11 @@ from sublet.core.device import (
     occupy,
     usable,
 )
-from sublet.core.spread import Spread
-from sublet.core.tenancy import PPM, Tenant, rate_of
-from sublet.ledger import slices
+from sublet.core.scheduling.spread import Spread
 from sublet.ledger.rows import DEVICE_COLUMNS
+from sublet.ledger.verbs.leasing import slices
 from tests.conftest import MORE_EXAMPLES
-
-from .rig import MINUTE, SECOND, Rig, postgres_rig, sqlite_rig
+from tests.ledger.rig import MINUTE, SECOND, Rig, postgres_rig, sqlite_rig
 
 TENANTS = ["ada", "bob"]
 residents = st.builds(
@@ -144,7 +143,7 @@ def test_every_exclusivity_has_its_sql(exclusivity: Exclusivity) -> None:
 def test_gpu_time_by_the_day_is_paid_by_core_alone(
     bare: Rig, per_day: int, vram: int, exclusivity: Exclusivity, steps: list[str]
 ) -> None:
-    """Whichever way the verbs run: what a lease costs is what `core.allowance` says of its row, to a microsecond for each rounding."""
+    """Whichever way the verbs run: what a lease costs is what `core.billing.allowance` says of its row, to a microsecond for each rounding."""
 
     def empty(tx: Any) -> None:
         for table in ("slice", "lease", "device", "tenant"):

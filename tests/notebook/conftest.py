@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from sublet.core.lease import EndReason, LeaseState
+from sublet.core.leasing.lease import EndReason, LeaseState
 from sublet.ports.ledger import Answer
 from sublet.wiring import open_ledger
+from tests import forked
 from tests.conftest import need
-from tests.runtime.conftest import Home, close_home, make_home
+from tests.homes import Home, close_home, make_home
 
 ROOT = Path(__file__).parents[2]
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -82,9 +83,9 @@ class Kernel:
         env = dict(environment) | {
             "IPYTHONDIR": str(folder / "ipython"),
             "JPY_SESSION_NAME": f"{name}.ipynb",
-            "PYTHONPATH": f"{ROOT}/src:{ROOT}",
         }
-        self.manager.start_kernel(env=env, cwd=str(folder))
+        with forked.kernels():
+            self.manager.start_kernel(env=env, cwd=str(folder))
         self.client = self.manager.blocking_client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=PATIENCE)
@@ -110,6 +111,8 @@ class Kernel:
                     shown.stdout += asked["content"]["prompt"]
                     self.client.input(answer)
                     answer = None
+                    if until is not None and until(shown):
+                        return shown
             try:
                 message = self.client.get_iopub_msg(timeout=0.05)
             except queue.Empty:

@@ -1,9 +1,11 @@
 """A real JupyterLab with a real browser in front of it, and neither of them talks to anybody else.
 
 Rules of this file:
-- Server, kernels and browser live in folders of the test's own and listen on the loopback only. What the server or a kernel wants from
-  elsewhere goes to a proxy that answers nobody and remembers who asked; the browser finds no other host at all.
-- What is clicked, typed and seen is the page's. `window.jupyterapp` is used to open a file and to choose a cell.
+- Server, kernels and browser live in folders of the test's own and listen on the loopback only. What the
+  server or a kernel wants from elsewhere goes to a proxy that answers nobody and remembers who asked; the
+  browser finds no other host at all.
+- What is clicked, typed and seen is the page's. `window.jupyterapp` is used to open a file and to choose a
+  cell.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class JupyterLab:
                 "() => window.jupyterapp && window.jupyterapp.restored.then(() => true)"
             )
         self.page.evaluate(
-            "async path => { await jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'}); }",
+            "async path => "
+            "{ await jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'}); }",
             name,
         )
         return OpenNotebook(self, name)

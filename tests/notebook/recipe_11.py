@@ -1,7 +1,9 @@
-"""The notebook of recipe 11, as the tests run it: whole or without its operator, at a pace of their own, with questions to its kernel.
+"""The notebook of recipe 11, as the tests run it: whole or without its operator, at a pace of their own, with
+questions to its kernel.
 
 Rules of this file:
-- The training cells are the notebook's own, to the letter. What a test adds are normal cells, which say facts the notebook does not show.
+- The training cells are the notebook's own, to the letter. What a test adds are normal cells, which say facts
+  the notebook does not show.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from typing import Any
 import nbformat
 import pytest
 
-from sublet.core.lease import EndReason, LeaseState
+from sublet.core.leasing.lease import EndReason, LeaseState
 from sublet.ports.ledger import Ledger
-from tests.runtime.conftest import Home, close_home, make_home
+from tests.conftest import repository
+from tests.homes import Home, close_home, make_home
 
-PATH = Path(__file__).parents[2] / "examples" / "recipe_11_five_minutes.ipynb"
+PATH = repository("examples/recipe_11_five_minutes.ipynb")
 TRAINING = ("train-one", "train-two", "train-two-again", "train-three")
 ENDED = "GPU session ended (revoked: somebody more important came). Rerun this cell to reacquire."
 
@@ -58,7 +61,8 @@ def notebook_home(folder: Path, devices: str) -> Iterator[Home]:
     """Its workers have torch already: started once, for every notebook of a test file."""
     with pytest.MonkeyPatch.context() as patch:
         made = make_home(folder, f"sqlite:{folder}/home/ledger.db", patch, devices)
-        # One thread: on a busy machine those of torch wait for each other, for longer than such a small network takes.
+        # One thread: on a busy machine those of torch wait for each other, for longer than such a small
+        # network takes.
         for name, value in (
             ("SUBLET_PRELOAD", "numpy,torch,torch._dynamo,torch.optim"),
             ("OMP_NUM_THREADS", "1"),

@@ -1,4 +1,5 @@
-"""What is said and asked while a cell waits for its GPU. In a page it is seen by `test_lab.py`; here, a terminal."""
+"""What is said and asked while a cell waits for its GPU. In a page it is seen by `test_lab.py`; here, a
+terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from typing import Any
 import pexpect
 import pytest
 
-from sublet.core.admission import Wait
+from sublet.core.scheduling.admission import Wait
 from sublet.core.values import HOUR_US, MINUTE_US, SECOND_US
-from sublet.notebook.waiting import Waiting
+from sublet.notebook.screen import WaitDisplay
 
 _ASKS = """
-from sublet.notebook.waiting import ask
+from sublet.notebook.screen import ask
 print('asked', repr(ask('take it? ', {seconds}, terminal=True)))
 """
 
@@ -77,7 +78,7 @@ class Screen:
 )
 def test_the_place_is_told_with_a_rough_estimate(eta_us: int | None, words: str) -> None:
     screen: Any = Screen()
-    waiting = Waiting(screen)
+    waiting = WaitDisplay(screen)
     for _ in range(2):
         waiting(Wait(position=2, eta_us=eta_us, reason="resources: needs 8GB, nothing is free"))
     assert screen.lines == [

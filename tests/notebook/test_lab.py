@@ -1,6 +1,8 @@
-"""Notebooks in JupyterLab, in a real browser: recipe 11 disturbed by hand, and two notebooks that want one small device.
+"""Notebooks in JupyterLab, in a real browser: recipe 11 disturbed by hand, and two notebooks that want one
+small device.
 
-What is asserted is the text of the page. Pictures of it are left in the test's folder, or in SUBLET_LAB_SHOTS, for somebody to look at.
+What is asserted is the text of the page. Pictures of it are left in the test's folder, or in
+SUBLET_LAB_SHOTS, for somebody to look at.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from typing import Any
 import nbformat
 import pytest
 
-from sublet.core.lease import EndReason, LeaseState
+from sublet.core.leasing.lease import EndReason, LeaseState
 from sublet.ports.ledger import Ledger
 from sublet.wiring import open_ledger
 from tests.conftest import MORE_EXAMPLES, need
+from tests.homes import Home
 from tests.notebook import in_browser, recipe_11
 from tests.notebook.in_browser import DARK, LIGHT, JupyterLab
 from tests.notebook.recipe_11 import Operator, add_up, facts
-from tests.runtime.conftest import Home
 
 #: What waiting looks like is tried without a browser in `test_waiting.py`.
 in_proof = pytest.mark.skipif(MORE_EXAMPLES == 1, reason="in the browser, this is a part of make proof")

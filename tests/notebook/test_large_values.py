@@ -1,4 +1,5 @@
-"""Large values between a notebook and its worker: what a cell changed comes back, what it only read is not touched, whoever tells."""
+"""Large values between a notebook and its worker: what a cell changed comes back, what it only read is not
+touched, whoever tells."""
 
 from __future__ import annotations
 
@@ -10,17 +11,14 @@ import numpy
 import pytest
 
 import sublet
-from sublet.core.cell_names import names_of
-from sublet.hosting.in_step import Travel
-from sublet.notebook import inside_cell
-from sublet.runtime.cell import Cells
-from sublet.runtime.cell_keep import KeptState
-from sublet.runtime.cell_wish import Source, Wish
-from sublet.runtime.holding import Lease
+from sublet.core.cells.names import names_of
+from sublet.leases.lease import Lease
+from sublet.notebook.cells import inside_cell
+from sublet.notebook.cells.keep import KeptState
+from sublet.notebook.cells.notebook_lease import CellSource, NotebookLease
+from sublet.notebook.options import CellOptions
 from sublet.wiring import CLOCK, open_ledger
-from tests.runtime.conftest import Home, sqlite_home
-
-__all__ = ["sqlite_home"]
+from tests.homes import Home
 
 LARGE = 4 << 20
 
@@ -37,20 +35,20 @@ class Notebook:
     """Cells over a namespace, without a front end."""
 
     def __init__(self, home: Home) -> None:
-        def take(wish: Wish) -> Lease:
-            return sublet.gpu(wish.vram, wish.ttl, holder="worker")._keep()
+        def take(wish: CellOptions) -> Lease:
+            return sublet.gpu(wish.gpu.vram, wish.gpu.ttl, holder="worker").hold()
 
         def no_store() -> Any:
             raise AssertionError("nothing is kept here")
 
         kept = KeptState("nothing", no_store, lambda _: 0)
-        self.cells = Cells(take, open_ledger(home.settings).look, CLOCK, kept, Travel(), inside_cell.run)
+        self.cells = NotebookLease(take, open_ledger(home.settings).look, CLOCK, kept, inside_cell.run)
         self.space: dict[str, Any] = {}
         self._count = 0
 
     def run(self, body: str, **wish: Any) -> None:
         self._count += 1
-        source = Source(
+        source = CellSource(
             body=body,
             header="%%gpu",
             count=self._count,
@@ -59,7 +57,7 @@ class Notebook:
             name="<cell>",
             texts=lambda names: {},
         )
-        ran = self.cells.run(Wish(vram="1GiB", **wish), source, self.space, Screen())
+        ran = self.cells.run(CellOptions(**wish), source, self.space, Screen())
         assert ran.error is None, ran.error
         assert ran.report is not None
         assert ran.report.failure is None, ran.report.failure.trace
@@ -96,7 +94,8 @@ def test_an_array_changed_in_place_comes_back_each_time_and_one_that_was_only_re
 def test_what_holds_large_arrays_is_sent_once_and_comes_back_when_one_byte_of_it_changed(
     notebook: Notebook,
 ) -> None:
-    """A dict is sent only when it changed: what the second cell finds is what the first one left in the worker."""
+    """A dict is sent only when it changed: what the second cell finds is what the first one left in the
+    worker."""
     space = notebook.space
     space["d"] = {"x": numpy.zeros(LARGE, dtype=numpy.uint8), "y": numpy.zeros(LARGE, dtype=numpy.uint8)}
     notebook.run("where = id(d)")

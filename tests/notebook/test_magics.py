@@ -167,7 +167,7 @@ with sublet.gpu(vram="1GiB", ttl="1m") as lease:
 """
     assert kernel.fine(code).result == "(True, 11, True, b'abcd')"
     assert kernel.fine(gpu("where(5)[1], where(5)[0] == os.getpid()")).result == "(15, True)"
-    kernel.fine("from sublet.borrowing import release_warm; release_warm()")
+    kernel.fine("from sublet.functions.on_gpu import release_warm; release_warm()")
 
 
 def test_the_extension_can_be_unloaded_and_loaded_again(shared_lab: Lab) -> None:

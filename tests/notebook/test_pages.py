@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import repository
 from tests.notebook.conftest import ROOT, Lab
 
 CELLS = re.compile(r"^```ipython\n(.*?)^```", re.M | re.S)
 PAGES = [
-    p for p in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]) if CELLS.search(p.read_text())
+    p
+    for p in sorted([repository("README.md"), *repository("docs").rglob("*.md")])
+    if CELLS.search(p.read_text())
 ]
 
 

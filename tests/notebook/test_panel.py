@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sublet import wiring
-from sublet.core.tenancy import Tenant
-from sublet.notebook.front import Front
-from sublet.notebook.panel import Panel, _seconds, in_seconds
+from sublet.core.leasing.tenancy import Tenant
+from sublet.notebook.panel import GpuPanel, _seconds, in_seconds
+from sublet.notebook.screen import Frontend
 from sublet.notebook.workbench import Workbench
-from tests.runtime.conftest import Home, sqlite_home  # noqa: F401
+from tests.homes import Home
 
 
 @given(st.lists(st.integers(0, 10**10)))
@@ -27,15 +27,15 @@ def test_the_seconds_that_are_shown_add_up_to_the_total_that_is_shown(parts: lis
 
 
 def test_the_quota_says_what_is_left_of_the_days_gpu_time(
-    sqlite_home: Home,  # noqa: F811
+    sqlite_home: Home,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SUBLET_TENANT", "ada")
     ledger = wiring.open_ledger(sqlite_home.settings)
     ledger.add_tenant(Tenant(name="ada"), actor="test")
-    front = Front(SimpleNamespace(user_ns={}))
-    panel = Panel(front, Workbench(front))
+    front = Frontend(SimpleNamespace(user_ns={}))
+    panel = GpuPanel(front, Workbench(front))
     panel.quota()
     assert "GPU time a day" not in capsys.readouterr().out
     ledger.set_tenant("ada", actor="test", gpu_us_per_day=7_200_000_000)

@@ -1,4 +1,5 @@
-"""The notebook of recipe 11, run by nbclient in a real kernel, on real leases: as it is, disturbed from outside, and undisturbed."""
+"""The notebook of recipe 11, run by nbclient in a real kernel, on real leases: as it is, disturbed from
+outside, and undisturbed."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from sublet.core.lease import EndReason
-from sublet.core.meter import of_ended
+from sublet.core.billing.meter import of_ended
+from sublet.core.leasing.lease import EndReason
 from sublet.ports.ledger import Ledger
 from sublet.wiring import open_ledger
+from tests import forked
 from tests.conftest import MORE_EXAMPLES, need
+from tests.homes import Home
 from tests.notebook import recipe_11
 from tests.notebook.recipe_11 import Operator, add_up, facts
-from tests.runtime.conftest import Home
 
 in_proof = pytest.mark.skipif(
     MORE_EXAMPLES == 1,
@@ -73,7 +75,8 @@ def run(notebook: Any, operator: Operator | None = None) -> Done:
         client.on_cell_execute = lambda cell, cell_index: (
             operator.look_on() if cell.id == "train-two" else None
         )
-    client.execute()
+    with forked.kernels():
+        client.execute()
     if operator is not None:
         operator.done()
     return Done(notebook)
@@ -152,7 +155,8 @@ def test_the_gpu_goes_in_the_middle_and_a_rerun_goes_on_from_what_was_kept(
 
 
 def test_as_a_reader_runs_it(ledger: Ledger) -> None:
-    """Its own operator takes the GPU back, by the command line; and it trains once more, undisturbed, to compare."""
+    """Its own operator takes the GPU back, by the command line; and it trains once more, undisturbed, to
+    compare."""
     done = run(recipe_11.read())
     assert (
         "GPU session ended (revoked: an operator took it back). Rerun this cell to reacquire."

@@ -1,4 +1,5 @@
-"""Two notebooks on one small device: the place in the waitlist, the choice of less now, and who gets it when."""
+"""Two notebooks on one small device: the place in the waitlist, the choice of less now, and who gets it
+when."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sublet.core.lease import LeaseState
+from sublet.core.leasing.lease import LeaseState
+from sublet.wiring import open_ledger
+from tests.homes import wait_until
 from tests.notebook.conftest import Kernel, Lab
 from tests.notebook.test_loss import begin
 from tests.notebook.test_output import gpu
-from tests.runtime.conftest import wait_until
 
 BUSY = "import os, time\nprint('under way')\nwhile not os.path.exists({gate!r}): time.sleep(0.01)"
 
@@ -22,13 +24,16 @@ def second(shared_lab: Lab) -> Kernel:
 
 
 @pytest.fixture
-def gate(kernel: Kernel, second: Kernel, tmp_path: Path) -> Iterator[Path]:
-    """While it is not there the first notebook computes. It is always opened: a failed test must not hold up the next."""
+def gate(kernel: Kernel, second: Kernel, shared_lab: Lab, tmp_path: Path) -> Iterator[Path]:
+    """While it is not there the first notebook computes. It is always opened, and both devices are free again: a failed test must not hold up
+    the next, nor a teardown, for the first of the next would be offered less meanwhile and asked."""
     made = tmp_path / "gate"
     yield made
     made.touch()
     for one in (kernel, second):
         one.fine("%gpu release")
+    ledger = open_ledger(shared_lab.home.settings)
+    wait_until(lambda: all(d.free_bytes == d.capacity_bytes for d in ledger.devices()))
 
 
 def waiting(lab: Lab) -> bool:
@@ -85,7 +90,7 @@ def test_a_question_does_not_keep_anybody_longer_than_the_wait(
     kernel.finish()
     assert shown.error == "WaitTimedOut"
     assert shown.seconds < 10  # the offer is held for twenty
-    assert "Take 1GiB now?" in second.client.get_stdin_msg(timeout=5)["content"]["prompt"]
+    assert "Take 1GiB now?" in second.client.get_stdin_msg(timeout=60)["content"]["prompt"]
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])

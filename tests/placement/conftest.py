@@ -9,8 +9,7 @@ import pytest
 
 from sublet.testing.postgres import PostgresServer
 from sublet.testing.ray_cluster import PYTHON, Cluster, running
-
-from ..conftest import need
+from tests.conftest import need
 
 
 def _has_ray() -> bool:

@@ -1,4 +1,5 @@
-"""A gang over nodes of Ray: one worker on each, called at once; a training over two nodes of three, one of which is killed in the middle.
+"""A gang over nodes of Ray: one worker on each, called at once; a training over two nodes of three, one of
+which is killed in the middle.
 
 `make proof` runs it; SUBLET_NODE_LOSSES=1 does so here.
 """
@@ -14,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from sublet.core.lease import LeaseState
+from sublet.core.leasing.lease import LeaseState
 from sublet.testing.postgres import PostgresServer
 from sublet.testing.ray_cluster import Cluster, running
 from tests.conftest import needed
-
-from .conftest import fresh_ledger
-from .test_ray import all_free, ledger_of, until
+from tests.placement.conftest import fresh_ledger
+from tests.placement.test_ray import all_free, ledger_of
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("SUBLET_NODE_LOSSES"), reason="long: part of make proof"),
@@ -116,7 +117,7 @@ def test_a_function_runs_once_in_each_member(three_nodes: Cluster) -> None:
     assert said["forbidden"] in ("not_placed", "never_fits")
     ledger = ledger_of(three_nodes)
     with contextlib.closing(ledger):
-        until(lambda: all_free(ledger), 90)
+        wait_until(lambda: all_free(ledger), 90)
         assert {t.host for t in ledger.receipts() if t.lease_id == said["id"]} == set(said["hosts"])
         assert not ledger.verify().faults
 
@@ -124,7 +125,8 @@ def test_a_function_runs_once_in_each_member(three_nodes: Cluster) -> None:
 def test_ddp_over_two_nodes_survives_the_loss_of_one_bit_for_bit(
     three_nodes: Cluster, tmp_path: Path
 ) -> None:
-    """L1, S1, S2, S3, K1: a node of the gang is killed as by a power cut; the gang is granted anew on the others and ends as if nothing had been."""
+    """L1, S1, S2, S3, K1: a node of the gang is killed as by a power cut; the gang is granted anew on the
+    others and ends as if nothing had been."""
     torch = needed("torch")
     where = [str(Path(torch.__file__).parents[1]), str(ROOT)]
     store = {"SUBLET_STORE": f"dir:{tmp_path}/store", "OMP_NUM_THREADS": "1"}
@@ -133,12 +135,12 @@ def test_ddp_over_two_nodes_survives_the_loss_of_one_bit_for_bit(
     assert "lost" not in whole, whole
     ledger = ledger_of(three_nodes)
     with contextlib.closing(ledger):
-        until(lambda: all_free(ledger), 90)
+        wait_until(lambda: all_free(ledger), 90)
         grants: list[Any] = []
         lost: list[Any] = []
 
         def kill_in_the_middle(host: str) -> None:
-            until(lambda: (head := ledger.head("lost")) is not None and head.step >= 6, 120)
+            wait_until(lambda: (head := ledger.head("lost")) is not None and head.step >= 6, 120)
             three_nodes.node(host).kill()
 
         found: dict[str, Any] = {}
@@ -172,6 +174,6 @@ def test_ddp_over_two_nodes_survives_the_loss_of_one_bit_for_bit(
             "import sublet; sublet.gpu(vram='1MiB', ttl='10s').acquire().release()"
         ) as driver:
             driver.all()
-        until(lambda: bool(ledger.look(grants[0]["lease"]).lease.settled_at), 90)
-        until(lambda: all_free(ledger), 90)
+        wait_until(lambda: bool(ledger.look(grants[0]["lease"]).lease.settled_at), 90)
+        wait_until(lambda: all_free(ledger), 90)
         assert not ledger.verify().faults

@@ -1,7 +1,9 @@
-"""A node killed, a node frozen and resumed, under a job that commits: nothing granted twice, nothing lost, nobody outlives a deadline.
+"""A node killed, a node frozen and resumed, under a job that commits: nothing granted twice, nothing lost,
+nobody outlives a deadline.
 
-Three real nodes; the job holds a lease, works in its worker on some node, and commits each step from here. The undisturbed result is
-computed beside it, and the job's must be the same to the last bit. `make proof` runs it; SUBLET_NODE_LOSSES=1 does so here.
+Three real nodes; the job holds a lease, works in its worker on some node, and commits each step from here.
+The undisturbed result is computed beside it, and the job's must be the same to the last bit. `make proof`
+runs it; SUBLET_NODE_LOSSES=1 does so here.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from sublet.core.device import DeviceState
-from sublet.hosting.processes import descendants, read_stat
+from sublet.core.scheduling.device import DeviceState
+from sublet.processes.ladder import descendants, read_stat
 from sublet.testing.postgres import PostgresServer
 from sublet.testing.ray_cluster import HEALTH, Cluster, running
-
-from .conftest import fresh_ledger
-from .test_ray import all_free, ledger_of, until
+from tests.placement.conftest import fresh_ledger
+from tests.placement.test_ray import all_free, ledger_of
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("SUBLET_NODE_LOSSES"), reason="long: part of make proof"),
@@ -93,12 +95,13 @@ def alive(pids: list[int]) -> list[int]:
     return [stat.pid for stat in stats if stat.state not in ("Z", "X")]
 
 
-def household_of(pid: int) -> list[int]:
+def process_tree_of(pid: int) -> list[int]:
     return [pid, *(child.pid for child in descendants(pid))]
 
 
 def run_through(cluster: Cluster, name: str, lose: Any) -> dict[str, Any]:
-    """Run the job; `lose` is called once, with the node of a worker in the middle of its work and what is known of its lease."""
+    """Run the job; `lose` is called once, with the node of a worker in the middle of its work and what is
+    known of its lease."""
     found: dict[str, Any] = {"steps": [], "grants": [], "lost": []}
     with cluster.driver(JOB, str(STEPS), f"{TTL_SECONDS}s", name) as driver:
         told = False
@@ -144,13 +147,14 @@ def nothing_twice(cluster: Cluster, device_id: str, since: str) -> None:
 
 
 def test_a_frozen_node_and_its_return(three_nodes: Cluster) -> None:
-    """K1, K2, L1, L2, S2, S3: everything of the node is stopped, its warden and the worker's supervisor too. The kernel's own timer ends the
-    worker at its deadline, the job goes on elsewhere, and when the node moves again its warden settles what it finds."""
+    """K1, K2, L1, L2, S2, S3: everything of the node is stopped, its warden and the worker's supervisor too.
+    The kernel's own timer ends the worker at its deadline, the job goes on elsewhere, and when the node moves
+    again its warden settles what it finds."""
     seen: dict[str, Any] = {}
 
     def freeze(grant: dict[str, Any]) -> None:
         node = three_nodes.node(grant["host"])
-        seen["worker"] = household_of(grant["pid"])
+        seen["worker"] = process_tree_of(grant["pid"])
         seen["grant"], seen["at"] = grant, time.monotonic()
         assert len(seen["worker"]) >= 2
         stopped = node.freeze()
@@ -159,19 +163,20 @@ def test_a_frozen_node_and_its_return(three_nodes: Cluster) -> None:
     found = run_through(three_nodes, "frozen", freeze)
     host = seen["grant"]["host"]
     check_job(found, host)
-    until(lambda: not alive(seen["worker"]), 3 * TTL_SECONDS)
+    wait_until(lambda: not alive(seen["worker"]), 3 * TTL_SECONDS)
     nothing_twice(three_nodes, seen["grant"]["device"], seen["grant"]["lease"])
     three_nodes.node(host).resume()
     ledger = ledger_of(three_nodes)
     with contextlib.closing(ledger):
-        until(lambda: bool(ledger.look(seen["grant"]["lease"]).lease.settled_at), 90)
+        wait_until(lambda: bool(ledger.look(seen["grant"]["lease"]).lease.settled_at), 90)
         [teardown] = [t for t in ledger.receipts() if t.lease_id == seen["grant"]["lease"]]
         assert teardown.receipt.proven
     _back_again(three_nodes, host)
 
 
 def test_a_killed_node_and_its_return(three_nodes: Cluster) -> None:
-    """L1, L2, S2, S3, K3: as when a machine loses its power. Its slice stays taken until a warden of that host is back and has looked."""
+    """L1, L2, S2, S3, K3: as when a machine loses its power. Its slice stays taken until a warden of that
+    host is back and has looked."""
     seen: dict[str, Any] = {}
 
     def kill(grant: dict[str, Any]) -> None:
@@ -186,7 +191,8 @@ def test_a_killed_node_and_its_return(three_nodes: Cluster) -> None:
 
 
 def _back_again(cluster: Cluster, host: str) -> None:
-    """The node is started again under its old name: the next driver finds it, and in the end everything is free."""
+    """The node is started again under its old name: the next driver finds it, and in the end everything is
+    free."""
     node = cluster.node(host)
     node.kill()  # what is left of a node that Ray gave up
     assert node.start().wait(120) == 0, node.said()
@@ -194,6 +200,6 @@ def _back_again(cluster: Cluster, host: str) -> None:
         driver.all()
     ledger = ledger_of(cluster)
     with contextlib.closing(ledger):
-        until(lambda: all_free(ledger), 90)
+        wait_until(lambda: all_free(ledger), 90)
         assert all(d.state is DeviceState.READY for d in ledger.devices())
         assert not ledger.verify().faults

@@ -1,4 +1,5 @@
-"""Leased workers on Ray nodes: placed where the slice is, called as any other, gone with whoever asked for them.
+"""Leased workers on Ray nodes: placed where the slice is, called as any other, gone with whoever asked for
+them.
 
 One cluster of two real nodes for all of it; a node's losses are in `test_node_loss.py`.
 """
@@ -11,28 +12,21 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from sublet.core.device import DeviceState
-from sublet.core.lease import EndReason
-from sublet.hosting.clock import HostClock
-from sublet.hosting.processes import read_stat
-from sublet.ledger.postgres import open_ledger
+from sublet.core.leasing.lease import EndReason
+from sublet.core.scheduling.device import DeviceState
+from sublet.ledger.engines.postgres.engine import open_ledger
 from sublet.ports.ledger import Ledger
+from sublet.processes.clock import HostClock
+from sublet.processes.ladder import read_stat
 from sublet.testing.ray_cluster import PYTHON, Cluster
+from tests.conftest import repository
+from tests.waiting import wait_until
 
 long = pytest.mark.skipif(not os.environ.get("SUBLET_NODE_LOSSES"), reason="long: part of make proof")
-
-
-def until(true: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def ledger_of(cluster: Cluster) -> Ledger:
@@ -90,7 +84,8 @@ EVERYTHING = """
 
 
 def test_a_worker_runs_where_its_slice_is(two_nodes: Cluster) -> None:
-    """K1, L2: each lease's worker on its own node, called like any worker; with the end of the driver nothing of it is left."""
+    """K1, L2: each lease's worker on its own node, called like any worker; with the end of the driver nothing
+    of it is left."""
     with two_nodes.driver(EVERYTHING) as driver:
         said = driver.all()
     assert said["devices"] == ["a-host0", "z-host0"]
@@ -108,7 +103,7 @@ def test_a_worker_runs_where_its_slice_is(two_nodes: Cluster) -> None:
     assert said["warm"]
     assert said["twice"] == [2, 4]
     ledger = ledger_of(two_nodes)
-    until(lambda: all_free(ledger))
+    wait_until(lambda: all_free(ledger))
     leases = [answer.lease for answer in ledger.leases(live_only=False)]
     assert {x.holder.host for x in leases if x.granted_at} == {"a", "z"}
     seated = [entry for _, entry in ledger.tail(limit=1000) if entry.kind == "lease.seated"]
@@ -119,7 +114,8 @@ def test_a_worker_runs_where_its_slice_is(two_nodes: Cluster) -> None:
 
 
 def test_what_a_killed_driver_leaves_is_ended_on_the_node(two_nodes: Cluster) -> None:
-    """K1: Ray says that its job is over; the agent ends the worker long before the ttl, and the warden there proves it."""
+    """K1: Ray says that its job is over; the agent ends the worker long before the ttl, and the warden there
+    proves it."""
     code = """
         import json, sublet, time
         lease = sublet.gpu(vram="600MiB", ttl="10m", holder="worker").__enter__()
@@ -132,8 +128,8 @@ def test_what_a_killed_driver_leaves_is_ended_on_the_node(two_nodes: Cluster) ->
         said = next(driver.said())
         assert os.path.exists(f"/proc/{said['pid']}")
         os.kill(driver.process.pid, signal.SIGKILL)
-        until(lambda: not os.path.exists(f"/proc/{said['pid']}"))
-        until(lambda: all_free(ledger))
+        wait_until(lambda: not os.path.exists(f"/proc/{said['pid']}"))
+        wait_until(lambda: all_free(ledger))
     lease = ledger.look(said["id"]).lease
     assert lease.reason is EndReason.HOLDER_LOST
     ledger.close()
@@ -196,27 +192,29 @@ LONG_CALL = """
 
 @long
 def test_a_killed_agent_takes_its_workers_along_and_comes_back(two_nodes: Cluster) -> None:
-    """K1, K3: its workers end with it, the warden proves it, Ray starts it again, and the next lease is served."""
+    """K1, K3: its workers end with it, the warden proves it, Ray starts it again, and the next lease is
+    served."""
     ledger = ledger_of(two_nodes)
     with two_nodes.driver(LONG_CALL, "10m") as driver:
         lines = driver.said()
         said = next(lines)
         [agent] = agents(two_nodes, said["host"])
         os.kill(agent, signal.SIGKILL)
-        until(lambda: not os.path.exists(f"/proc/{said['pid']}"))
+        wait_until(lambda: not os.path.exists(f"/proc/{said['pid']}"))
         rest = {name: value for line in lines for name, value in line.items()}
     assert rest["begun"]
     assert rest["status"] == "ended"
     assert rest["again"] == 3
-    until(lambda: all_free(ledger))
+    wait_until(lambda: all_free(ledger))
     assert all(teardown.receipt.proven for teardown in ledger.receipts())
     ledger.close()
 
 
 @long
 def test_a_node_that_confirms_nothing_is_given_up_while_ray_says_nothing(two_nodes: Cluster) -> None:
-    """L6, K2: this cluster has Ray's defaults, which take more than a minute to miss a frozen node. The lease is renewed all the while, and
-    the worker is given up when the last deadline its node confirmed is over. It is dead by then, though its supervisor is frozen too."""
+    """L6, K2: this cluster has Ray's defaults, which take more than a minute to miss a frozen node. The lease
+    is renewed all the while, and the worker is given up when the last deadline its node confirmed is over. It
+    is dead by then, though its supervisor is frozen too."""
     ledger = ledger_of(two_nodes)
     node = two_nodes.node("a")
     try:
@@ -229,14 +227,14 @@ def test_a_node_that_confirms_nothing_is_given_up_while_ray_says_nothing(two_nod
             assert "did not confirm" in rest["lost"]
             assert rest["begun"]
             assert rest["device"] == "z-host0", "a slice of a node that says nothing is still taken"
-            until(lambda: _dead(said["pid"]), 20)
+            wait_until(lambda: _dead(said["pid"]), 20)
             lease = ledger.look(said["id"]).lease
             assert lease.state.value == "ended"
             assert not lease.settled_at
     finally:
         node.resume()
-    until(lambda: bool(ledger.look(said["id"]).lease.settled_at))
-    until(lambda: all_free(ledger))
+    wait_until(lambda: bool(ledger.look(said["id"]).lease.settled_at))
+    wait_until(lambda: all_free(ledger))
     assert not ledger.verify().faults
     ledger.close()
 
@@ -247,7 +245,7 @@ def _dead(pid: int) -> bool:
 
 
 def test_the_page_runs_as_it_stands(two_nodes: Cluster) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "run-on-ray.md").read_text()
+    page = repository("docs/how-to/run-on-ray.md").read_text()
     [example] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     with two_nodes.driver(example) as driver:
         said = driver.process.communicate(timeout=120)[0]
@@ -268,7 +266,7 @@ def test_without_a_cluster_it_says_so_at_once(two_nodes: Cluster) -> None:
 
 
 def test_sublet_alone_does_not_load_ray() -> None:
-    code = "import sublet, sublet.borrowing, sys; raise SystemExit('ray' in sys.modules)"
+    code = "import sublet, sublet.leases.request, sys; raise SystemExit('ray' in sys.modules)"
     python = PYTHON if os.path.exists(PYTHON) else sys.executable
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBLET_")}
     assert subprocess.run([python, "-c", code], env=environment, check=False, timeout=60).returncode == 0

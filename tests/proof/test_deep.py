@@ -14,25 +14,25 @@ from typing import Any
 
 import pytest
 
-import sublet.core.admission
-import sublet.core.effect
-import sublet.core.lease
-import sublet.core.meter
-import sublet.core.renewal
-import sublet.ledger.items
-import sublet.ledger.leases
-import sublet.ledger.progress
-import sublet.ledger.restored
-import sublet.ledger.ticking
-import sublet.ledger.waitlist
-import sublet.store.replicas
+import sublet.core.billing.meter
+import sublet.core.leasing.lease
+import sublet.core.leasing.renewal
+import sublet.core.progress.effect
+import sublet.core.scheduling.admission
+import sublet.ledger.verbs.leasing.after_restore
+import sublet.ledger.verbs.leasing.leases
+import sublet.ledger.verbs.leasing.schedule_tick
+import sublet.ledger.verbs.leasing.waitlist
+import sublet.ledger.verbs.progress.commit
+import sublet.ledger.verbs.queues.items
+import sublet.store.replicas.quorum
 from proof.deep import programs
 from proof.deep.mixes import Mix
 from proof.deep.world import simulate
-from sublet.core.effect import Committed, Duplicate, Reserved
+from sublet.core.progress.effect import AlreadyCommitted, Committed, Reserved
 from sublet.ledger.engine import raised
 from sublet.ledger.ledger import SqlLedger
-from sublet.ledger.tx import Pool
+from sublet.ledger.tx import PoolRow
 
 SEED = int(os.environ.get("SUBLET_DEEP_SEED", "1"))
 WORLDS = int(os.environ.get("SUBLET_DEEP_WORLDS", "2"))
@@ -93,17 +93,17 @@ def test_one_seed_is_one_world() -> None:
 
 
 def _no_fence(patch: pytest.MonkeyPatch) -> None:
-    for module in (sublet.core.lease, sublet.core.effect, sublet.ledger.items):
+    for module in (sublet.core.leasing.lease, sublet.core.progress.effect, sublet.ledger.verbs.queues.items):
         patch.setattr(module, "fence", lambda lease, epoch, now: "")
 
 
 def _no_epoch(patch: pytest.MonkeyPatch) -> None:
-    def next_epoch(pool: Pool) -> int:
+    def next_epoch(pool: PoolRow) -> int:
         pool.dirty = True
         pool.epoch = max(1, pool.epoch)
         return pool.epoch
 
-    patch.setattr(Pool, "next_epoch", next_epoch)
+    patch.setattr(PoolRow, "next_epoch", next_epoch)
 
 
 def _late_holder(patch: pytest.MonkeyPatch) -> None:
@@ -112,20 +112,22 @@ def _late_holder(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_renews(tenure: Any, now: int) -> Any:
-    return sublet.core.renewal.Move(sublet.core.renewal.Todo.SLEEP, now + tenure.ttl_us, "")
+    return sublet.core.leasing.renewal.Move(
+        sublet.core.leasing.renewal.RenewalAction.SLEEP, now + tenure.ttl_us, ""
+    )
 
 
 def _stale_reaper(patch: pytest.MonkeyPatch) -> None:
-    known = sublet.ledger.ticking.overdue
+    known = sublet.ledger.verbs.leasing.schedule_tick.overdue
     patch.setattr(
-        sublet.ledger.ticking,
+        sublet.ledger.verbs.leasing.schedule_tick,
         "overdue",
-        lambda lease, now: known(lease, now) or sublet.core.lease.EndReason.EXPIRED,
+        lambda lease, now: known(lease, now) or sublet.core.leasing.lease.EndReason.EXPIRED,
     )
 
 
 def _no_quorum(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sublet.store.replicas, "missing_for_quorum", lambda policy, confirmed, domains: 0)
+    patch.setattr(sublet.store.replicas.quorum, "missing_for_quorum", lambda policy, confirmed, domains: 0)
 
 
 def _no_verifying(patch: pytest.MonkeyPatch) -> None:
@@ -138,31 +140,32 @@ def _no_verifying(patch: pytest.MonkeyPatch) -> None:
         def __ne__(self, other: object) -> bool:
             return False
 
-    known = sublet.store.replicas.digest
-    patch.setattr(sublet.store.replicas, "digest", lambda data: Gullible(known(data)))
+    known = sublet.store.replicas.quorum.digest
+    patch.setattr(sublet.store.replicas.quorum, "digest", lambda data: Gullible(known(data)))
 
 
 def _bills_the_reaper(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sublet.core.meter, "billed_until", lambda lease, now: max(lease.granted_at, now))
+    patch.setattr(sublet.core.billing.meter, "billed_until", lambda lease, now: max(lease.granted_at, now))
 
 
 def _backup_twice(patch: pytest.MonkeyPatch) -> None:
-    known = sublet.ledger.restored.mark_restored
+    known = sublet.ledger.verbs.leasing.after_restore.mark_restored
 
     def jump_from_the_backup(tx: Any, actor: str) -> int:
         before = tx.pool.epoch
         ended = known(tx, actor)
-        tx.pool.epoch = before + sublet.ledger.restored.EPOCH_GAP
+        tx.pool.epoch = before + sublet.ledger.verbs.leasing.after_restore.EPOCH_GAP
         return ended
 
-    patch.setattr(sublet.ledger.restored, "mark_restored", jump_from_the_backup)
+    patch.setattr(sublet.ledger.verbs.leasing.after_restore, "mark_restored", jump_from_the_backup)
 
 
 def _grants_told_too_soon(patch: pytest.MonkeyPatch) -> None:
     def attend(ledger: SqlLedger, lease_id: str, secret: str, *, explain: bool = True) -> Any:
         return raised(
             ledger.engine.write(
-                lambda tx: sublet.ledger.waitlist.attend(tx, lease_id, secret, explain), durable=False
+                lambda tx: sublet.ledger.verbs.leasing.waitlist.attend(tx, lease_id, secret, explain),
+                durable=False,
             )
         )
 
@@ -174,12 +177,12 @@ def _retries_blindly(patch: pytest.MonkeyPatch) -> None:
 
     def decide(lease: Any, epoch: int, effect: Any, alive: bool, fingerprint: str, now: int) -> Any:
         found = known(lease, epoch, effect, alive, fingerprint, now)
-        return Reserved(epoch, taken_over=False) if isinstance(found, Duplicate) else found
+        return Reserved(epoch, taken_over=False) if isinstance(found, AlreadyCommitted) else found
 
-    known = sublet.core.effect.decide_reserve
-    patch.setattr(sublet.core.effect, "decide_reserve", decide)
+    known = sublet.core.progress.effect.decide_reserve
+    patch.setattr(sublet.core.progress.effect, "decide_reserve", decide)
     patch.setattr(
-        sublet.ledger.progress,
+        sublet.ledger.verbs.progress.commit,
         "decide_commit",
         lambda lease, epoch, head, effect, alive, commit, now: (
             Committed(head.version + 1)
@@ -191,13 +194,13 @@ def _retries_blindly(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nobody_is_next(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sublet.ledger.leases, "hand_out", lambda tx: None)
-    whole = sublet.core.admission.Walk.run
+    patch.setattr(sublet.ledger.verbs.leasing.leases, "hand_out", lambda tx: None)
+    whole = sublet.core.scheduling.admission.WaitlistWalk.run
 
     def only_who_comes(walk: Any, order: Any, *, until: str = "") -> Any:
         return whole(walk, order, until=until) if until else []
 
-    patch.setattr(sublet.core.admission.Walk, "run", only_who_comes)
+    patch.setattr(sublet.core.scheduling.admission.WaitlistWalk, "run", only_who_comes)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from proof.deep.engine import MemoryEngine, NoBell
-from sublet.core.admission import Grant
-from sublet.core.device import Slice
 from sublet.core.errors import LeaseLost
-from sublet.core.lease import Holder, LeaseState, Request
-from sublet.core.tenancy import Tenant
+from sublet.core.leasing.lease import Holder, LeaseState, Request
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.scheduling.admission import Grant
+from sublet.core.scheduling.device import Slice
+from sublet.leases.acquire import acquire
+from sublet.leases.lease import Lease
+from sublet.leases.warden.warden import Warden, _Watched
 from sublet.ledger.ledger import SqlLedger
-from sublet.ledger.waitlist import apply_placement
+from sublet.ledger.verbs.leasing.waitlist import apply_placement
 from sublet.ports.ledger import FoundDevice
-from sublet.runtime.acquire import acquire
-from sublet.runtime.holding import Lease
-from sublet.runtime.warden import Warden, _Watched
 from sublet.testing.clock import VirtualClock
 
 SECOND = 1_000_000

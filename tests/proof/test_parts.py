@@ -15,7 +15,7 @@ import pytest
 from proof import __main__ as runner
 from proof.page import bound, page
 from proof.parts import Part, parts, printed, told
-from tests.runtime.conftest import process_is_gone, wait_until
+from tests.homes import process_is_gone, wait_until
 
 ROOT = Path(__file__).parents[2]
 ALL = parts()

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sublet.core.lease import Lease
-from sublet.sim.engine import IDLE_REPORT_US, Doing, Replay, _Session
+from sublet.core.leasing.lease import LeaseRecord
+from sublet.sim.engine import IDLE_REPORT_US, Doing, TraceReplay, _SimulatedSession
 from sublet.sim.schemes import Scheme
 from sublet.sim.workload import Arrival, Workload
 
@@ -117,7 +117,7 @@ def as_it_arrived(sessions: dict[str, Session]) -> Workload:
     )
 
 
-class AsItWent(Replay):
+class AsItWent(TraceReplay):
     def __init__(self, sessions: dict[str, Session], scheme: Scheme, gpus: int) -> None:
         super().__init__(as_it_arrived(sessions), scheme, gpus=gpus, restore_us=0, teardown_us=0)
         self._went = sessions
@@ -131,7 +131,7 @@ class AsItWent(Replay):
                 found[(tenant, run.planned_at)] = one.began_at - run.planned_at
         return found
 
-    def _done(self, session: _Session) -> int:
+    def _done(self, session: _SimulatedSession) -> int:
         return sum(s.tenant == session.tenant for s in self.served)
 
     def _arrives(self, arrival: Arrival) -> None:
@@ -143,18 +143,18 @@ class AsItWent(Replay):
             return
         super()._arrives(arrival)
 
-    def _got(self, session: _Session, lease: Lease) -> None:
+    def _got(self, session: _SimulatedSession, lease: LeaseRecord) -> None:
         self._restore_us = self._went[session.tenant].restore_us(session.number)
         super()._got(session, lease)
 
-    def _rests(self, session: _Session) -> None:
+    def _rests(self, session: _SimulatedSession) -> None:
         went = self._went[session.tenant]
         self._does(session, Doing.RESTING)
         self._later(session, went.idle_us(self._done(session) - 1), self._says_idle)
         assert self._scheme.idle_us is not None
         self._later(session, went.rest_us(session.number, self._scheme.idle_us), self._gives_back)
 
-    def _hears(self, session: _Session, lease: Lease) -> None:
+    def _hears(self, session: _SimulatedSession, lease: LeaseRecord) -> None:
         if session.doing is not Doing.RESTING:
             super()._hears(session, lease)
             return

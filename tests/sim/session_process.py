@@ -16,9 +16,9 @@ from typing import Any
 
 import sublet
 from sublet import wiring
-from sublet.core.lease import LeaseState
+from sublet.core.leasing.lease import LeaseState
+from sublet.leases.lease import Lease
 from sublet.ports.ledger import Ledger
-from sublet.runtime.holding import Lease
 from sublet.settings import load_settings
 
 
@@ -70,7 +70,7 @@ def main(tenant: str, restore_s: float, ttl_s: float, plan: list[tuple[float, fl
                 asked = time.monotonic()
                 lease = sublet.gpu(
                     vram="16GiB", exclusivity="device", ttl=ttl_s, tenant=tenant, holder="process"
-                )._keep()
+                ).hold()
                 lease.keep_warm()
                 say(asked=time.monotonic() - asked)
             assert lease is not None

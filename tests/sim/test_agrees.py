@@ -25,17 +25,18 @@ from pathlib import Path
 import pytest
 
 from sublet import wiring
-from sublet.core.lease import Lease
-from sublet.core.policy import Policy
-from sublet.core.schedule import Revoke
-from sublet.core.tenancy import Tenant
+from sublet.core.leasing.lease import LeaseRecord
+from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.scheduling.schedule import Revoke
 from sublet.core.values import SECOND_US
+from sublet.leases.warden import warden_process
 from sublet.ports.ledger import Ledger
-from sublet.sim.engine import Replay
+from sublet.sim.engine import TraceReplay
 from sublet.sim.schemes import OURS, Scheme
 from sublet.sim.workload import Arrival, Workload
 from sublet.sim.world import World
-from tests.runtime.conftest import Home, close_home, make_home, wait_until
+from tests.homes import Home, close_home, make_home, wait_until
 from tests.sim.as_it_went import AsItWent, Astray, Run, Session, Stay
 
 RUNS = int(os.environ.get("SUBLET_AGREES", "1"))
@@ -113,7 +114,7 @@ class Recording(World):
         self.moments.append(self.now)
         return lease
 
-    def mark(self, lease: Lease, *, busy: bool) -> None:
+    def mark(self, lease: LeaseRecord, *, busy: bool) -> None:
         super().mark(lease, busy=busy)
         self.moments.append(self.now)
 
@@ -151,9 +152,11 @@ def drawn(seed: int, requests: int, pace: Pace) -> Workload:
     return Workload(arrivals=tuple(found))
 
 
-def planned(workload: Workload, pace: Pace) -> tuple[Recording, Replay]:
+def planned(workload: Workload, pace: Pace) -> tuple[Recording, TraceReplay]:
     """On a machine that takes no time for anything."""
-    run = Replay(workload, pace.scheme, gpus=GPUS, restore_us=int(pace.restore_s * SECOND_US), teardown_us=0)
+    run = TraceReplay(
+        workload, pace.scheme, gpus=GPUS, restore_us=int(pace.restore_s * SECOND_US), teardown_us=0
+    )
     run.world = world = Recording(pace.scheme)
     run.run()
     return world, run
@@ -220,7 +223,7 @@ def really(home: Home, workload: Workload, pace: Pace) -> Real:
     for name in tenants:
         ledger.add_tenant(Tenant(name=name), actor="test")
     ledger.set_policy(pace.policy, actor="test")
-    wiring.ensure_warden(home.settings, wait=False)
+    warden_process.ensure_warden(home.settings, wait=False)
     wait_until(lambda: len(ledger.devices()) == GPUS, 120)
     children = {}
     for name in tenants:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from sublet.core.errors import LeaseLost, LeaseNotActive
-from sublet.core.lease import Lease, Request
-from sublet.core.tenancy import Tenant
+from sublet.core.leasing.lease import LeaseRecord, Request
+from sublet.core.leasing.tenancy import Tenant
 from sublet.core.values import MINUTE_US, SECOND_US
 from sublet.ports.ledger import LeaseKey
 from sublet.ports.processes import Receipt
-from sublet.sim.engine import Replay
+from sublet.sim.engine import TraceReplay
 from sublet.sim.schemes import FAIR_TTL, OURS, Scheme
 from sublet.sim.world import CAPACITY_BYTES, HOLDER, World
 from tests.ledger.rig import HERE, Rig, sqlite_rig
@@ -24,7 +24,7 @@ GONE = Receipt(proven=True, ladder="gone", containment="cgroup")
 SECRET = "secret-of-a-simulated-holder-0123456789abcdef"
 #: A waiter here never falls silent, and the ledger's is seen when it is looked at.
 NOT_COMPARED = {"holder", "seen_at"}
-INSTANTS = {f.name for f in fields(Lease) if f.name.endswith("_at") or f.name.endswith("_until")}
+INSTANTS = {f.name for f in fields(LeaseRecord) if f.name.endswith("_at") or f.name.endswith("_until")}
 
 
 class Beside(World):
@@ -44,10 +44,10 @@ class Beside(World):
         for name in self.waiters:
             self.ledger.attend(name, SECRET, explain=False)
 
-    def _key(self, lease: Lease) -> LeaseKey:
+    def _key(self, lease: LeaseRecord) -> LeaseKey:
         return LeaseKey(lease.id, lease.epoch, SECRET)
 
-    def acquire(self, lease_id: str, request: Request) -> Lease:
+    def acquire(self, lease_id: str, request: Request) -> LeaseRecord:
         if request.tenant not in self.tenants:
             self.rig.tenant(request.tenant)
         self._same_time()
@@ -57,7 +57,7 @@ class Beside(World):
         self.compare()
         return lease
 
-    def renew(self, lease: Lease, *, busy: bool) -> bool:
+    def renew(self, lease: LeaseRecord, *, busy: bool) -> bool:
         self._same_time()
         renewed = super().renew(lease, busy=busy)
         try:
@@ -68,13 +68,13 @@ class Beside(World):
         self.compare()
         return renewed
 
-    def mark(self, lease: Lease, *, busy: bool) -> None:
+    def mark(self, lease: LeaseRecord, *, busy: bool) -> None:
         self._same_time()
         self.ledger.mark(self._key(lease), busy=busy)
         super().mark(lease, busy=busy)
         self.compare()
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: LeaseRecord) -> None:
         self._same_time()
         self.ledger.release(lease.id, SECRET, torn_down=False)
         super().release(lease)
@@ -111,8 +111,8 @@ class Beside(World):
         as_of = tenant.as_of - began if counted else 0
         return replace(tenant, as_of=as_of, cooldown_until=cooldown, left_at=0)
 
-    def _plain(self, lease: Lease, began: int) -> dict[str, object]:
-        found = {f.name: getattr(lease, f.name) for f in fields(Lease) if f.name not in NOT_COMPARED}
+    def _plain(self, lease: LeaseRecord, began: int) -> dict[str, object]:
+        found = {f.name: getattr(lease, f.name) for f in fields(LeaseRecord) if f.name not in NOT_COMPARED}
         # A reason in words is the ledger's own where it is about a holder's doing; a decision's is compared in one word.
         found.pop("detail")
         found["request"] = replace(lease.request, hold_cap_us=None)  # a row keeps the cap that applies, once
@@ -150,7 +150,7 @@ def busy():
     ids=["a crowd", "one that never stops", "without idle on demand"],
 )
 def test_every_lease_is_what_the_ledger_says_after_every_verb(rig, workload, scheme, gpus, ended):
-    run = Replay(workload(), scheme, gpus=gpus)
+    run = TraceReplay(workload(), scheme, gpus=gpus)
     # An instant of 0 is 'never' in a record; arrivals begin a minute later than that.
     run._arrivals = tuple(replace(a, at=a.at + MINUTE_US) for a in run._arrivals)
     run.world = beside = Beside(scheme, gpus, rig)

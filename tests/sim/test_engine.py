@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from sublet.core.errors import BadInput, InvariantBroken
-from sublet.core.policy import Policy
-from sublet.core.renewal import first_try_at
+from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.renewal import first_try_at
 from sublet.core.values import HOUR_US, MINUTE_US, SECOND_US
-from sublet.sim.engine import Outcome, Replay, replay
+from sublet.sim.engine import ReplayOutcome, TraceReplay, replay
 from sublet.sim.schemes import (
     FAIR_TTL,
     IDLE_CULL,
@@ -152,7 +152,7 @@ def test_another_ttl_is_what_schemes_with_a_ttl_have():
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_gpu_is_held_twice_and_every_request_is_served_once(name, seed):
     workload = people(seed, tenants=25, visits=60, apart_s=40)
-    run = Replay(workload, SCHEMES[name], gpus=3, after_event=holds)
+    run = TraceReplay(workload, SCHEMES[name], gpus=3, after_event=holds)
     found = run.run()
     asked = sorted((a.tenant, a.at, a.work_us) for a in workload.arrivals)
     assert sorted((s.tenant, s.arrived_at, s.ended_at - s.began_at) for s in found.served) == asked
@@ -167,14 +167,14 @@ def test_a_tenant_below_its_share_is_not_starved_by_one_that_never_stops():
     others = [(f"small{i}", 700.0 * i + 30, 20.0) for i in range(30)]
     passed: list[str] = []
 
-    def nobody_is_passed(run: Replay) -> None:
+    def nobody_is_passed(run: TraceReplay) -> None:
         holds(run)
         latest = max(run.world.leases.values(), key=lambda x: x.epoch, default=None)
         granted_now = latest is not None and latest.granted_at == run.world.now
         if granted_now and latest.tenant == "hog" and run.world.waiters and latest.joined_at < run.world.now:
             passed.extend(w.tenant for w in run.world.waiters.values())
 
-    found = Replay(came(*hog, *others), OURS, gpus=1, after_event=nobody_is_passed).run()
+    found = TraceReplay(came(*hog, *others), OURS, gpus=1, after_event=nobody_is_passed).run()
     assert passed == []
     longest = max(s.wait_us for s in found.served if s.tenant != "hog")
     assert longest <= 30 * MINUTE_US + 5 * MINUTE_US  # a hold cap, and those who came before
@@ -183,13 +183,13 @@ def test_a_tenant_below_its_share_is_not_starved_by_one_that_never_stops():
 
 
 def test_a_world_that_is_wrong_is_noticed():
-    def steal(run: Replay) -> None:
+    def steal(run: TraceReplay) -> None:
         for name, device in run.world.devices.items():
             run.world.devices[name] = replace(device, free_bytes=device.capacity_bytes)
         run.world.check()
 
     with pytest.raises(InvariantBroken, match="device gpu-00000 says"):
-        Replay(TWO, OURS, gpus=1, after_event=steal).run()
+        TraceReplay(TWO, OURS, gpus=1, after_event=steal).run()
 
 
 def test_a_pool_of_nothing_is_refused():
@@ -200,7 +200,7 @@ def test_a_pool_of_nothing_is_refused():
 # --- the same every time -----------------------------------------------------------------------------------------
 
 
-def digest(found: Outcome) -> str:
+def digest(found: ReplayOutcome) -> str:
     return hashlib.sha256(repr((found.served, found.ends, found.held_us, found.events)).encode()).hexdigest()
 
 

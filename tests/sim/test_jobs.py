@@ -8,18 +8,18 @@ import pytest
 
 from sublet.core.errors import BadInput
 from sublet.core.values import HOUR_US, SECOND_US
-from sublet.sim.jobs import Ended, JobReplay, dedicated, fifo, figures, ours, partitions
-from sublet.sim.traces import Job, read_jobs
+from sublet.sim.jobs import FinishedJob, JobReplay, dedicated, fifo, figures, ours, partitions
+from sublet.sim.traces import TraceJob, read_jobs
 from tests.sim.workloads import SHARED_TRACE
 
 S = SECOND_US
 
 
-def job(tenant: str, at: float, work: float, gpus: int = 1) -> Job:
-    return Job(tenant=tenant, at=int(at * S), work_us=int(work * S), gpus=gpus)
+def job(tenant: str, at: float, work: float, gpus: int = 1) -> TraceJob:
+    return TraceJob(tenant=tenant, at=int(at * S), work_us=int(work * S), gpus=gpus)
 
 
-def waits(ended: list[Ended]) -> dict[tuple[str, float], float]:
+def waits(ended: list[FinishedJob]) -> dict[tuple[str, float], float]:
     return {(e.job.tenant, e.job.at / S): e.wait_us / S for e in ended}
 
 
@@ -101,9 +101,9 @@ def test_a_job_larger_than_the_pool_is_refused():
 
 def test_figures():
     ended = [
-        Ended(job=job("a", 0, 60), ended_at=120 * S),  # waited 60: slowdown 2
-        Ended(job=job("b", 0, 1), ended_at=1 * S),  # no wait: 1
-        Ended(job=job("b", 0, 10), ended_at=130 * S, preemptions=2),  # waited 120: 130 / 60
+        FinishedJob(job=job("a", 0, 60), ended_at=120 * S),  # waited 60: slowdown 2
+        FinishedJob(job=job("b", 0, 1), ended_at=1 * S),  # no wait: 1
+        FinishedJob(job=job("b", 0, 10), ended_at=130 * S, preemptions=2),  # waited 120: 130 / 60
     ]
     found = figures("x", 2, ended)
     assert (found.mean_us, found.p99_us, found.preemptions) == (60 * S, 120 * S, 2)
@@ -114,7 +114,7 @@ def test_figures():
     assert found.utilisation == pytest.approx(71 / (2 * 130))
 
 
-def random_jobs(seed: int, count: int = 150) -> list[Job]:
+def random_jobs(seed: int, count: int = 150) -> list[TraceJob]:
     draw = random.Random(seed)
     at, found = 0.0, []
     for _ in range(count):
@@ -149,7 +149,7 @@ def test_the_real_jobs_as_the_reference_has_them():
 
     day = 24 * HOUR_US
     jobs = [
-        Job(tenant=j.tenant, at=j.at, work_us=min(j.work_us, day), gpus=j.gpus)
+        TraceJob(tenant=j.tenant, at=j.at, work_us=min(j.work_us, day), gpus=j.gpus)
         for j in of_busy_tenants(read_jobs(path), 20)
     ]
     found = figures("fifo", 250, fifo(jobs, 250))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from sublet.core.errors import BadInput
-from sublet.sim.plots import Panel, as_svg, as_text, write
+from sublet.sim.plots import PlotPanel, as_svg, as_text, write
 
 PANELS = [
-    Panel(title="p99 <wait>", unit="s", bars=(("ours", 50.0), ("fifo & co", 100.0), ("none", 0.0))),
-    Panel(title="jain", digits=2, bars=(("ours", 0.5),)),
+    PlotPanel(title="p99 <wait>", unit="s", bars=(("ours", 50.0), ("fifo & co", 100.0), ("none", 0.0))),
+    PlotPanel(title="jain", digits=2, bars=(("ours", 0.5),)),
 ]
 
 
@@ -27,7 +27,7 @@ def test_bars_of_text_are_to_scale():
         "jain",
         "  ours  ████████ 0.50",
     ]
-    assert "▌" in as_text([Panel(title="t", bars=(("a", 0.5), ("b", 8.0)))], width=8)
+    assert "▌" in as_text([PlotPanel(title="t", bars=(("a", 0.5), ("b", 8.0)))], width=8)
 
 
 def test_an_svg_is_well_formed_to_scale_and_needs_nothing_from_elsewhere():
@@ -49,7 +49,7 @@ def test_an_svg_is_well_formed_to_scale_and_needs_nothing_from_elsewhere():
 
 
 def test_nothing_but_zeros_can_be_drawn():
-    empty = [Panel(title="t", bars=(("a", 0.0),))]
+    empty = [PlotPanel(title="t", bars=(("a", 0.0),))]
     assert as_text(empty).splitlines()[1] == "  a   0"
     assert 'width="0.0"' in as_svg("t", empty)
 

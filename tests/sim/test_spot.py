@@ -6,19 +6,10 @@ import random
 
 import pytest
 
-from sublet.core.cadence import Cost, Losses, best_interval
+from sublet.core.progress.cadence import Cost, Losses, best_interval
 from sublet.core.values import HOUR_US, MINUTE_US, SECOND_US
-from sublet.sim.spot import (
-    AUTO,
-    WAYS,
-    Saving,
-    Training,
-    advise,
-    cost_per_useful_hour,
-    fixed,
-    replay,
-)
-from sublet.sim.traces import Availability, Span
+from sublet.sim.spot import AUTO, WAYS, SavePlan, Training, advise, cost_per_useful_hour, fixed, replay
+from sublet.sim.traces import Availability, NodeSpan
 
 S = SECOND_US
 #: A step of 1 s, a save that stops training for 0.5 s and is durable after 2 s, a start of 10 s.
@@ -26,7 +17,7 @@ TRAINING = Training(step_us=S, stall_us=S // 2, save_us=2 * S, restart_us=10 * S
 
 
 def trace(*spans: tuple[float, float, bool]) -> Availability:
-    found = tuple(Span(since=int(a * S), until=int(b * S), lost=lost) for a, b, lost in spans)
+    found = tuple(NodeSpan(since=int(a * S), until=int(b * S), lost=lost) for a, b, lost in spans)
     return Availability(name="t", spans=found, ends_at=max(s.until for s in found))
 
 
@@ -85,7 +76,7 @@ def test_a_job_goes_on_with_what_it_has_learnt_and_a_new_one_with_nothing():
 
 def test_with_a_notice_losses_do_not_make_auto_save_more_often():
     lost = trace(*((i * 600, i * 600 + 600, True) for i in range(6)))
-    warned = replay(lost, TRAINING, Saving(name="told", every_us=None, notice_us=5 * S))
+    warned = replay(lost, TRAINING, SavePlan(name="told", every_us=None, notice_us=5 * S))
     assert warned.last_every_us > replay(lost, TRAINING, AUTO).last_every_us
     assert warned.goodput > replay(lost, TRAINING, AUTO).goodput
 
@@ -111,7 +102,7 @@ def test_every_microsecond_is_in_one_part_and_no_part_is_negative(seed):
         AUTO,
         *WAYS,
         fixed(10 * MINUTE_US, 30 * S),
-        Saving(name="x", every_us=None, notice_us=15 * S),
+        SavePlan(name="x", every_us=None, notice_us=15 * S),
     ):
         found = replay(random_trace(seed), TRAINING, way)
         assert min(parts(found)) >= 0, way.name

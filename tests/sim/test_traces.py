@@ -9,8 +9,8 @@ import pytest
 from sublet.core.errors import BadInput
 from sublet.core.values import SECOND_US
 from sublet.sim.traces import (
-    Job,
-    Span,
+    NodeSpan,
+    TraceJob,
     of_busy_tenants,
     parse_availability,
     parse_jobs,
@@ -47,8 +47,8 @@ def test_parts_of_a_file_are_traces_of_their_own():
     )  # fmt: skip
     assert [a.name for a in found] == ["t.csv:x", "t.csv:y"]
     assert found[0].spans == (
-        Span(since=0, until=90 * SECOND_US, lost=False),
-        Span(since=0, until=90 * SECOND_US, lost=True),
+        NodeSpan(since=0, until=90 * SECOND_US, lost=False),
+        NodeSpan(since=0, until=90 * SECOND_US, lost=True),
     )
     assert (found[0].losses, found[1].losses, found[1].ends_at) == (1, 1, 70 * SECOND_US)
     assert found[0].node_us == 180 * SECOND_US
@@ -78,8 +78,8 @@ def test_a_bad_line_of_an_availability_trace_is_named(lines, says):
 
 def test_jobs_are_read_in_the_order_of_submission():
     assert parse_jobs(["submit_s,duration_s,gpus,vc", "9,60,8,ml", "3,1.5,1,web"], name="j.csv") == [
-        Job(tenant="web", at=3 * SECOND_US, work_us=1_500_000, gpus=1),
-        Job(tenant="ml", at=9 * SECOND_US, work_us=60 * SECOND_US, gpus=8),
+        TraceJob(tenant="web", at=3 * SECOND_US, work_us=1_500_000, gpus=1),
+        TraceJob(tenant="ml", at=9 * SECOND_US, work_us=60 * SECOND_US, gpus=8),
     ]
 
 

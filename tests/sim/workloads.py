@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from sublet.core.values import SECOND_US
-from sublet.sim.engine import Doing, Replay
+from sublet.sim.engine import Doing, TraceReplay
 from sublet.sim.workload import Arrival, Workload
 
 #: Beside the checkout; the project does not contain it.
@@ -37,7 +37,7 @@ def people(seed: int, *, tenants: int, visits: int, apart_s: float) -> Workload:
     return came(*found)
 
 
-def holds(replay: Replay) -> None:
+def holds(replay: TraceReplay) -> None:
     """After every event."""
     world = replay.world
     world.check()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sublet import failpoints
-
-from .rig import Shelf, in_memory
-from .servers import Servers
+from sublet.machine import failpoints
+from tests.in_memory import in_memory
+from tests.store.rig import Shelf
+from tests.store.servers import Servers
 
 
 @pytest.fixture

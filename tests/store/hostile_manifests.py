@@ -28,11 +28,11 @@ import apsw
 import numpy as np
 import torch
 
-from sublet.core import checkpoint
+from sublet.core.checkpoints import checkpoint
 from sublet.core.errors import InvariantBroken, SubletError
-from sublet.store.packing import digest
-
-from .rig import JOB, Shelf, in_memory
+from sublet.store.save.packing import digest
+from tests.in_memory import in_memory
+from tests.store.rig import JOB, Shelf
 
 SECONDS = 1.0
 #: What the process may grow by over all of them: their parts are small, and so is the state they can truly have.

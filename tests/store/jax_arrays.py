@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from sublet.core.errors import Unsavable
-
-from .rig import JOB, Shelf
+from tests.store.rig import JOB, Shelf
 
 jax = import_module("jax")
 

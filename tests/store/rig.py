@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sublet.core.checkpoint import ReplicaPolicy
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.ports.ledger import LeaseKey
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.directory import DirectoryReplica
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.directory import DirectoryReplica
+from sublet.store.replicas.quorum import Replicas
 from tests.forked import Forked
 from tests.ledger.rig import Rig, sqlite_rig
 
@@ -95,17 +92,6 @@ class Shelf:
         return head.version if head is not None else 0
 
 
-@contextlib.contextmanager
-def in_memory() -> Iterator[Path]:
-    """A folder whose syncs cost nothing, for what is done thousands of times."""
-    fast = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=fast if os.access(fast, os.W_OK) else None, prefix="sublet-test-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
 def damage(path: Path, rng: random.Random) -> str:
     """One thing that happens to files."""
     data = bytearray(path.read_bytes())
@@ -136,13 +122,13 @@ import os
 import sys
 import numpy as np
 from pathlib import Path
-from sublet import failpoints
-from sublet.core.checkpoint import ReplicaPolicy
-from sublet.ledger.sqlite import open_ledger
+from sublet.machine import failpoints
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy
+from sublet.ledger.engines.sqlite.engine import open_ledger
 from sublet.ports.ledger import LeaseKey
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.directory import DirectoryReplica
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.directory import DirectoryReplica
+from sublet.store.replicas.quorum import Replicas
 from sublet.testing.clock import VirtualClock
 
 url, epoch, secret, fill, version, *folders = sys.argv[1:]

@@ -33,8 +33,8 @@ from unittest import mock
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from sublet.buckets.client import Limits
-from sublet.store.bucket import BucketReplica, open_bucket
+from sublet.store.buckets.connection import BucketTimeouts
+from sublet.store.replicas.bucket import BucketReplica, open_bucket
 from tests.conftest import need
 from tests.free_ports import free_port
 
@@ -43,7 +43,7 @@ SECRET = "canarysecretkey0123456789"
 #: Azurite's documented account; nobody else's.
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-QUICK = Limits(request_seconds=2.0, patience_seconds=3.0, connect_seconds=1.0)
+QUICK = BucketTimeouts(request_seconds=2.0, patience_seconds=3.0, connect_seconds=1.0)
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Server:
             "AWS_ALLOW_HTTP": "true",
         }
 
-    def open(self, url: str = "", domain: str = "", limits: Limits = QUICK) -> BucketReplica:
+    def open(self, url: str = "", domain: str = "", limits: BucketTimeouts = QUICK) -> BucketReplica:
         """A replica under a prefix of its own, unless one is given."""
         with mock.patch.dict(os.environ, self.environment):
             return open_bucket(url or self.url(), domain, limits)
@@ -146,6 +146,22 @@ def _until(made: Callable[[], int], seconds: float = 40) -> None:
     raise RuntimeError(f"the bucket could not be made: {status}")
 
 
+#: moto looks whether an object is there, and then writes it, in threads: of two conditional writes at once both may
+#: succeed, which S3 rules out.
+ONE_WRITE_AT_A_TIME = """
+import threading
+from moto.s3.responses import S3Response
+lock = threading.RLock()
+def alone(method):
+    def called(*args, **kwargs):
+        with lock:
+            return method(*args, **kwargs)
+    return called
+for name in ("put_object", "_key_response_post"):
+    setattr(S3Response, name, alone(getattr(S3Response, name)))
+"""
+
+
 @contextlib.contextmanager
 def moto(*buckets: str) -> Iterator[Server]:
     try:
@@ -155,7 +171,7 @@ def moto(*buckets: str) -> Iterator[Server]:
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     scope = "Credential=AKIATEST/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=none"
-    start = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+    start = f"{ONE_WRITE_AT_A_TIME}\nfrom moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
     with (
         tempfile.TemporaryDirectory() as folder,
         _running([sys.executable, "-c", start], port, folder),
@@ -505,7 +521,7 @@ class Proxy:
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
         self.server = Server(upstream.scheme, f"http://127.0.0.1:{self._http.server_port}", upstream.bucket)
 
-    def open(self, url: str = "", domain: str = "", limits: Limits = QUICK) -> BucketReplica:
+    def open(self, url: str = "", domain: str = "", limits: BucketTimeouts = QUICK) -> BucketReplica:
         return self.server.open(url, domain, limits)
 
     def __enter__(self) -> Proxy:

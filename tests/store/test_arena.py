@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sublet.core.checkpoint import CHUNK_BYTES, GROUP_BYTES, Layout, lay_out
+from sublet.core.checkpoints.checkpoint import CHUNK_BYTES, GROUP_BYTES, Layout, lay_out
 from sublet.store.arena import Arena
 
 SIZES = [0, 1, 63, 100, GROUP_BYTES - 1, GROUP_BYTES, CHUNK_BYTES + 5001, 2 * CHUNK_BYTES, 0, 700_000, 7]

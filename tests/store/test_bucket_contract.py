@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from sublet.buckets.client import Limits
-from sublet.core.checkpoint import ALIGN, MAX_MANIFEST_BYTES, Span
+from sublet.core.checkpoints.checkpoint import ALIGN, MAX_MANIFEST_BYTES, ByteSpan
 from sublet.core.errors import NotDurable
 from sublet.ports.store import Replica
-from sublet.store import bucket_pack
-from sublet.store.bucket import BucketReplica
-from sublet.store.directory import DirectoryReplica
-
-from .servers import Servers
-from .test_directory import blocks
+from sublet.store.buckets.connection import BucketTimeouts
+from sublet.store.replicas import bucket_pack
+from sublet.store.replicas.bucket import BucketReplica
+from sublet.store.replicas.directory import DirectoryReplica
+from tests.store.replicas.test_directory import blocks
+from tests.store.servers import Servers
 
 A, B = "a" * 64, "b" * 64
 KINDS = ("dir", "moto", "seaweed", "azurite", "gcs")
@@ -29,7 +28,7 @@ KINDS = ("dir", "moto", "seaweed", "azurite", "gcs")
 def replica(request: pytest.FixtureRequest, object_stores: Servers, tmp_path: Path) -> Replica:
     folder = request.param == "dir"
     # Nothing is wrong with these servers: on a crowded machine an answer takes as long as it takes.
-    patient = Limits(request_seconds=30.0, patience_seconds=60.0, connect_seconds=10.0)
+    patient = BucketTimeouts(request_seconds=30.0, patience_seconds=60.0, connect_seconds=10.0)
     made: Replica = (
         DirectoryReplica(tmp_path / "r") if folder else object_stores[request.param].open(limits=patient)
     )
@@ -49,7 +48,7 @@ def put_pack(replica: Replica, name: str, data: bytes, piece: int = 32 << 10) ->
     try:
         for at in range(0, len(data), piece):
             draft.write(at, blocks(data[at : at + piece]))
-        draft.publish(name, [Span(at, min(piece, len(data) - at)) for at in range(0, len(data), piece)])
+        draft.publish(name, [ByteSpan(at, min(piece, len(data) - at)) for at in range(0, len(data), piece)])
     finally:
         draft.discard()
 
@@ -160,7 +159,7 @@ def test_writes_in_any_order_from_several_threads(replica: Replica, small_parts:
     for thread in threads:
         thread.join()
     assert errors == []
-    draft.publish(A, [Span(at, min(8192, len(data) - at)) for at in sorted(places)])
+    draft.publish(A, [ByteSpan(at, min(8192, len(data) - at)) for at in sorted(places)])
     assert get_pack(replica, A, len(data)) == data
 
 
@@ -241,7 +240,7 @@ def test_set_aside_and_removed(replica: Replica, small_parts: int) -> None:
 def test_a_manifest_is_never_read_beyond_its_limit(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     """C7."""
     assert MAX_MANIFEST_BYTES > 5000
-    for module in ("sublet.store.bucket", "sublet.store.directory"):
+    for module in ("sublet.store.replicas.bucket", "sublet.store.replicas.directory"):
         monkeypatch.setattr(f"{module}.MAX_MANIFEST_BYTES", 5000)
     replica.put_manifest(A, b"x" * 5000)
     replica.put_manifest(B, b"x" * 50_000)

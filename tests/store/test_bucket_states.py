@@ -13,21 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sublet.buckets.client import Limits
-from sublet.core import checkpoint
-from sublet.core.checkpoint import ReplicaPolicy
+from sublet.core.checkpoints import checkpoint
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.core.errors import Damaged, NotDurable, QuorumNotReached
 from sublet.ports.store import Replica
-from sublet.store import bucket as bucket_module
-from sublet.store import bucket_pack
-from sublet.store.bucket import BucketReplica
-from sublet.store.directory import DirectoryReplica
-from tests.runtime.conftest import wait_until
+from sublet.store.buckets.connection import BucketTimeouts
+from sublet.store.replicas import bucket as bucket_module
+from sublet.store.replicas import bucket_pack
+from sublet.store.replicas.bucket import BucketReplica
+from sublet.store.replicas.directory import DirectoryReplica
+from tests.homes import wait_until
+from tests.store.rig import JOB, Shelf
+from tests.store.servers import Proxy, Seen, Servers
 
-from .rig import JOB, Shelf
-from .servers import Proxy, Seen, Servers
-
-SHORT = Limits(request_seconds=3.0, patience_seconds=0.6, connect_seconds=3.0)
+SHORT = BucketTimeouts(request_seconds=3.0, patience_seconds=0.6, connect_seconds=3.0)
 #: Saves in the storm; more of them in `make proof`.
 STORM = int(os.environ.get("SUBLET_BUCKET_STORM", "6"))
 
@@ -43,7 +42,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Mixed:
     """A folder, moto and another server, each bucket behind a proxy of its own."""
 
-    def __init__(self, folder: Path, stores: Servers, other: str, limits: Limits = SHORT) -> None:
+    def __init__(self, folder: Path, stores: Servers, other: str, limits: BucketTimeouts = SHORT) -> None:
         self._stack = ExitStack()
         self.proxies = [self._stack.enter_context(Proxy(stores[kind])) for kind in ("moto", other)]
         self.shelf = Shelf(folder)
@@ -244,7 +243,7 @@ def random_faults(seed: int, share: float) -> Callable[[Seen], str | None]:
 
 def test_a_storm_of_faults(tmp_path: Path, object_stores: Servers) -> None:
     """C1, C6: a save either counts and loads, or raises and the head stays. Whatever was lost on the way."""
-    patient = Limits(request_seconds=2.0, patience_seconds=4.0, connect_seconds=1.0)
+    patient = BucketTimeouts(request_seconds=2.0, patience_seconds=4.0, connect_seconds=1.0)
     one_mix = Mixed(tmp_path, object_stores, "gcs", patient)
     shelf = one_mix.shelf
     saved = 0

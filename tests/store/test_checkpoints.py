@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from sublet import failpoints
-from sublet.core import checkpoint
-from sublet.core.checkpoint import CHUNK_BYTES, GROUP_BYTES, lay_out
-from sublet.core.effect import Committed
+from sublet.core.checkpoints import checkpoint
+from sublet.core.checkpoints.checkpoint import CHUNK_BYTES, GROUP_BYTES, lay_out
 from sublet.core.errors import (
     BadInput,
     Disconnected,
@@ -31,11 +29,12 @@ from sublet.core.errors import (
     SubletError,
     Unsavable,
 )
-from sublet.failpoints import FailpointHit
+from sublet.core.progress.effect import Committed
+from sublet.machine import failpoints
+from sublet.machine.failpoints import FailpointHit
 from sublet.store.arena import Arena
-from sublet.store.packing import digest
-
-from .rig import JOB, Shelf, saver
+from sublet.store.save.packing import digest
+from tests.store.rig import JOB, Shelf, saver
 
 STORE_PLACES = [
     "after_chunk_write",

@@ -19,11 +19,11 @@ import torch
 
 from sublet.core.errors import Damaged, NotFound
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.packing import digest
-from sublet.store.replicas import Replicas
-
-from .hostile_manifests import GROWTH_BYTES, canary_state
-from .rig import JOB, Shelf, in_memory
+from sublet.store.replicas.quorum import Replicas
+from sublet.store.save.packing import digest
+from tests.in_memory import in_memory
+from tests.store.hostile_manifests import GROWTH_BYTES, canary_state
+from tests.store.rig import JOB, Shelf
 
 COUNT = int(os.environ.get("SUBLET_MANIFESTS", "150"))
 NAMES = min(500, COUNT)
@@ -80,10 +80,10 @@ def test_the_canary_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_nothing_in_the_store_unpickles() -> None:
     """Threat 7: not even a way to ask for it."""
-    import sublet.core.checkpoint
+    import sublet.core.checkpoints.checkpoint
     import sublet.store
 
-    files = [*Path(sublet.store.__path__[0]).glob("*.py"), Path(sublet.core.checkpoint.__file__)]
+    files = [*Path(sublet.store.__path__[0]).rglob("*.py"), Path(sublet.core.checkpoints.checkpoint.__file__)]
     assert len(files) > 8
     for path in files:
         words = path.read_text()

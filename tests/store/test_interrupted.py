@@ -14,10 +14,9 @@ import torch
 from sublet.core.errors import SubletError
 from sublet.store.arena import Arena
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.saving import Saving
-from tests.runtime.conftest import wait_until
-
-from .rig import JOB, Shelf
+from sublet.store.save.saving import PendingSave
+from tests.homes import wait_until
+from tests.store.rig import JOB, Shelf
 
 BIG = 3 << 20
 
@@ -61,7 +60,7 @@ def test_a_save_whose_wait_was_interrupted_is_still_waited_for(
     """The last save of a program that got a Ctrl-C must not be copied over the one being written."""
     gate = gated(shelf.store, monkeypatch)
     with monkeypatch.context() as patch:
-        interrupt_first_wait(patch, "sublet.store.saving")
+        interrupt_first_wait(patch, "sublet.store.save.saving")
         shelf.store.save_behind(JOB, filled(1), expected_version=0, lease=shelf.lease)
     with pytest.raises(KeyboardInterrupt):
         shelf.store.settle()
@@ -78,7 +77,7 @@ def test_an_interrupted_wait_leaves_the_steps_held_back(
     optim = torch.optim.SGD([parameter], lr=1)
     gate = gated(shelf.store, monkeypatch)
     with monkeypatch.context() as patch:
-        interrupt_first_wait(patch, "sublet.store.saving")
+        interrupt_first_wait(patch, "sublet.store.save.saving")
         shelf.store.save_behind(JOB, {"p": parameter}, expected_version=0, lease=shelf.lease, overlap=optim)
     with pytest.raises(KeyboardInterrupt):
         shelf.store.settle()
@@ -104,7 +103,7 @@ def test_a_prefetch_whose_wait_was_interrupted_does_not_write_over_a_save(
 
     monkeypatch.setattr(store._replicas, "chunk", slow)
     with monkeypatch.context() as patch:
-        interrupt_first_wait(patch, "sublet.store.loading")
+        interrupt_first_wait(patch, "sublet.store.load.loading")
         store.prefetch(JOB)
     assert reading.wait(20)
     with pytest.raises(KeyboardInterrupt):
@@ -264,14 +263,14 @@ def test_a_forked_child_closes_its_own_end_only(shelf: Shelf, monkeypatch: pytes
 
 
 def test_a_forked_child_may_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sublet.store.saving import Owned
+    from sublet.store.save.saving import Owned
 
     parameter = torch.nn.Parameter(torch.ones(4))
     owned = Owned(torch.optim.SGD([parameter], lr=1))
-    monkeypatch.setattr("sublet.store.saving.os.getpid", lambda: -1)
+    monkeypatch.setattr("sublet.store.save.saving.os.getpid", lambda: -1)
     held = threading.Thread(target=owned._hold_back, daemon=True)
     held.start()
-    held.join(5)
+    held.join(60)
     assert not held.is_alive()
 
 
@@ -282,7 +281,7 @@ def test_a_saving_waits_as_long_as_it_is_told() -> None:
         gate.wait(20)
         raise ValueError("no")
 
-    saving = Saving(work)
+    saving = PendingSave(work)
     saving.begin()
     with pytest.raises(TimeoutError):
         saving.result(0.01)

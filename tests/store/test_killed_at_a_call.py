@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sublet.core import checkpoint
+from sublet.core.checkpoints import checkpoint
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.packing import digest
-from sublet.store.replicas import Replicas
-from tests.runtime.conftest import process_is_gone, wait_until
+from sublet.store.replicas.quorum import Replicas
+from sublet.store.save.packing import digest
+from tests.homes import process_is_gone, wait_until
+from tests.in_memory import in_memory
+from tests.store.rig import JOB, Shelf
 from tests.traced import Programs, places_of
-
-from .rig import JOB, Shelf, in_memory
 
 KILLS = os.environ.get("SUBLET_KILLS", "6")
 SEED = int(os.environ.get("SUBLET_SEED", "4"))
@@ -39,15 +39,15 @@ pytestmark = pytest.mark.timeout(900 if KILLS == "all" else 180)
 PROGRAM = """
 from pathlib import Path
 import numpy as np
-from sublet.core.checkpoint import ReplicaPolicy, Span
-from sublet.ledger.sqlite import open_ledger
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy, ByteSpan
+from sublet.ledger.engines.sqlite.engine import open_ledger
 from sublet.ports.ledger import LeaseKey
 from sublet.store import checkpoints
 from sublet.store.arena import Arena
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.directory import DirectoryReplica
-from sublet.store.packing import digest
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.directory import DirectoryReplica
+from sublet.store.save.packing import digest
+from sublet.store.replicas.quorum import Replicas
 from sublet.testing.clock import VirtualClock
 from tests.store.test_killed_at_a_call import a_state, small
 
@@ -64,7 +64,7 @@ def program(url, key, folders, version, fill, behind):
     writer = 0
     checkpoints.WORTH_A_PROCESS = 0  # small states too
     if behind:
-        store._write_elsewhere(Arena(4096), [Span(0, 1)])  # it is up
+        store._write_elsewhere(Arena(4096), [ByteSpan(0, 1)])  # it is up
         writer = store._writer._process.pid
     ledger.head("team/job")
     begin(writer=writer)

@@ -15,30 +15,29 @@ import numpy as np
 import pytest
 
 from sublet.core.errors import Damaged, NotFound
-from sublet.hosting.arenas import ArenaHolder, HeldArenas
+from sublet.processes.arenas import ArenaHolder, HeldArenas
 from sublet.store.arena import Arena
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.packing import digest
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.quorum import Replicas
+from sublet.store.save.packing import digest
 from sublet.store.slots import Slots
 from tests.forked import Forked
-from tests.runtime.conftest import wait_until
-
-from .rig import JOB, Shelf
+from tests.homes import wait_until
+from tests.store.rig import JOB, Shelf
 
 SAVER = """
 import os
 import sys
 import numpy as np
 from pathlib import Path
-from sublet.core.checkpoint import ReplicaPolicy
-from sublet.hosting.arenas import HeldArenas
-from sublet.ledger.sqlite import open_ledger
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy
+from sublet.processes.arenas import HeldArenas
+from sublet.ledger.engines.sqlite.engine import open_ledger
 from sublet.ports.ledger import LeaseKey
 from sublet.store.arena import Arena
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.directory import DirectoryReplica
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.directory import DirectoryReplica
+from sublet.store.replicas.quorum import Replicas
 from sublet.store.tree import take_apart
 from sublet.testing.clock import VirtualClock
 

@@ -13,10 +13,9 @@ import torch
 
 from sublet.core.errors import BadInput, Unsavable
 from sublet.store.arena import Arena
-from sublet.store.saving import Owned
+from sublet.store.save.saving import Owned
 from sublet.store.tree import take_apart
-
-from .rig import JOB, Shelf
+from tests.store.rig import JOB, Shelf
 
 
 class Model(torch.nn.Module):
@@ -109,7 +108,7 @@ def test_a_write_that_is_no_step_fails_the_save(shelf: Shelf, monkeypatch: pytes
 
     def held(self: Arena, *args: Any, **options: Any) -> list[bool]:
         if threading.current_thread() is not threading.main_thread():
-            gate.wait(10)
+            gate.wait(60)
         return real(self, *args, **options)
 
     monkeypatch.setattr(Arena, "take", held)

@@ -20,19 +20,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sublet import failpoints
-from sublet.core import checkpoint
+from sublet.core.checkpoints import checkpoint
 from sublet.core.errors import NotFound
-from sublet.ledger.sqlite import open_ledger
-from sublet.store import directory
+from sublet.ledger.engines.sqlite.engine import open_ledger
+from sublet.machine import failpoints
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.directory import DirectoryReplica
-from sublet.store.packing import digest
-from sublet.store.replicas import Replicas
+from sublet.store.replicas import directory
+from sublet.store.replicas.directory import DirectoryReplica
+from sublet.store.replicas.quorum import Replicas
+from sublet.store.save.packing import digest
 from sublet.testing.clock import VirtualClock
 from tests.crash_states import Crash, Log, crash_states, recording
-
-from .rig import JOB, Shelf, in_memory
+from tests.in_memory import in_memory
+from tests.store.rig import JOB, Shelf
 
 STATES = int(os.environ.get("SUBLET_CRASH_STATES", "300"))
 SEED = int(os.environ.get("SUBLET_SEED", "4"))
@@ -228,8 +228,10 @@ def mutant(*changes: tuple[str, str]) -> type[DirectoryReplica]:
 
 
 SYNC_PACK = "            os.fsync(self._fd)\n"
-PUBLISH_PACK = '            self._replica._publish(self._drafts, self._name, "packs", f"{pack}.pack")\n'
+PUBLISH_PACK = '            self._replica.publish_draft(self._drafts, self._name, "packs", f"{pack}.pack")\n'
 CUT_PACK = "            os.ftruncate(self._fd, pieces[-1].end if pieces else 0)\n"
+MAKE_FOLDER = "                make_folder(self.path / folder)\n"
+NOT_DURABLY = "                (self.path / folder).mkdir(parents=True, exist_ok=True)\n"
 MUTANTS: dict[str, list[tuple[str, str]]] = {
     "a pack is not synced": [(SYNC_PACK, "")],
     "a pack is cut after its sync": [(CUT_PACK, ""), (SYNC_PACK, SYNC_PACK + CUT_PACK)],
@@ -238,8 +240,8 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
     "a manifest is published before its sync": [
         ("                        os.fsync(fd)\n", ""),
         (
-            '                    self._publish(drafts, draft, *self._place("manifest", digest))\n',
-            '                    self._publish(drafts, draft, *self._place("manifest", digest))\n'
+            '                    self.publish_draft(drafts, draft, *self._place("manifest", digest))\n',
+            '                    self.publish_draft(drafts, draft, *self._place("manifest", digest))\n'
             "                    fd2 = os.open(draft, os.O_RDONLY, dir_fd=drafts); os.fsync(fd2); os.close(fd2)\n",
         ),
     ],
@@ -250,12 +252,12 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("            linked = False\n", "            linked = False; os.fsync(place)\n"),
     ],
     "new folders are not synced": [
-        ("    _sync_folder(folder.parent)\n", ""),
-        ("            _sync_folder(self.path)\n", ""),
+        (MAKE_FOLDER, NOT_DURABLY),
+        ("            sync_path(self.path)\n", ""),
     ],
     "the folders above are not synced": [
-        ("    _sync_folder(folder.parent)\n", ""),
-        ("                _sync_folder(self.path.parent)\n", "                pass\n"),
+        (MAKE_FOLDER, NOT_DURABLY),
+        ("                sync_path(self.path.parent)\n", "                pass\n"),
     ],
     "a pack is renamed from a draft that is not synced": [
         (SYNC_PACK, ""),

@@ -20,8 +20,8 @@ import pytest
 from sublet.core.errors import HeadMoved
 from sublet.ports.ledger import LeaseKey
 from tests.forked import Forked
-
-from .rig import JOB, Held, Shelf, in_memory
+from tests.in_memory import in_memory
+from tests.store.rig import JOB, Held, Shelf
 
 ROUNDS = int(os.environ.get("SUBLET_RACES", "15"))
 
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.timeout(120 + ROUNDS)
 RACER = """
 import json, sys, time
 from pathlib import Path
-from sublet.core.checkpoint import ReplicaPolicy
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.core.errors import HeadMoved
-from sublet.ledger.sqlite import open_ledger
+from sublet.ledger.engines.sqlite.engine import open_ledger
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.directory import DirectoryReplica
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.directory import DirectoryReplica
+from sublet.store.replicas.quorum import Replicas
 from sublet.testing.clock import VirtualClock
 from tests.store.test_races import a_state, held
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from sublet.core.block import BLOCK_BYTES, UNKNOWN_SEQUENCE
+from sublet.core.checkpoints.region import Bad, Empty, Good, SlotHeader, capacity_bytes, pick, slot_at
 from sublet.core.errors import BadInput, BlockTooSmall, Damaged, Fenced, NotDurable, NothingSaved, SubletError
-from sublet.core.region import Bad, Empty, Good, SlotHeader, capacity_bytes, pick, slot_at
+from sublet.core.leasing.block import BLOCK_BYTES, UNKNOWN_SEQUENCE
 from sublet.store.regions import DirectoryRegions, FileRegion
 from tests.conftest import need
-from tests.core.test_block import traversals
-from tests.store.rig import in_memory
+from tests.core.leasing.test_block import traversals
+from tests.in_memory import in_memory
 
 ID = "B" + "0123456789" * 2
 BLOCKS = 8

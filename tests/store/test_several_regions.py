@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sublet.buckets.client import Limits
-from sublet.core.checkpoint import ReplicaPolicy
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.core.errors import Damaged, Unreached
+from sublet.store.buckets.connection import BucketTimeouts
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.quorum import Replicas
+from tests.store.rig import JOB, Shelf
+from tests.store.servers import Proxy, Seen, Servers
 
-from .rig import JOB, Shelf
-from .servers import Proxy, Seen, Servers
-
-PATIENT = Limits(request_seconds=30.0, patience_seconds=30.0, connect_seconds=1.0)
+PATIENT = BucketTimeouts(request_seconds=30.0, patience_seconds=30.0, connect_seconds=1.0)
 NEAR, MIDDLE, FAR = 0, 1, 2
 DOMAINS = ("us-east1", "us-west1", "eu-west4")
 

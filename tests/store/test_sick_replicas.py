@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sublet import failpoints
 from sublet.core.errors import QuorumNotReached
+from sublet.machine import failpoints
 from sublet.store.checkpoints import CheckpointStore
-from sublet.store.directory import DirectoryReplica
-from sublet.store.replicas import Replicas
+from sublet.store.replicas.directory import DirectoryReplica
+from sublet.store.replicas.quorum import Replicas
 from tests.conftest import need
-
-from .rig import JOB, Shelf, in_memory
+from tests.in_memory import in_memory
+from tests.store.rig import JOB, Shelf
 
 SIZE = 3 << 20
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sublet.core.checkpoints.retention import Retention
 from sublet.core.errors import QuotaReached
-from sublet.core.retention import Retention
-
-from .rig import JOB, Shelf
+from tests.store.rig import JOB, Shelf
 
 MEGABYTE = 1 << 20
 

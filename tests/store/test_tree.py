@@ -17,10 +17,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sublet.core.checkpoint import MAX_DEPTH, TensorEntry, lay_out
+from sublet.core.checkpoints.checkpoint import MAX_DEPTH, TensorEntry, lay_out
 from sublet.core.errors import Damaged, MissingExtra, Unsavable
 from sublet.store.arena import Arena
-from sublet.store.tree import Taken, put_together, take_apart
+from sublet.store.tree import TakenState, put_together, take_apart
 from tests.conftest import MORE_EXAMPLES
 
 
@@ -30,7 +30,7 @@ def round_trip(state: Any) -> Any:
     return rebuilt(taken)
 
 
-def rebuilt(taken: Taken) -> Any:
+def rebuilt(taken: TakenState) -> Any:
     tree = json.loads(json.dumps(taken.tree, allow_nan=False))
     layout = lay_out([s.nbytes for s in taken.storages])
     arena = Arena(layout.size, shared=False)

@@ -14,13 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-from sublet.core.effect import Commit, Committed
 from sublet.core.errors import LeaseLost, Refused
-from sublet.core.items import Ack, Draft, Terms
-from sublet.core.lease import Holder, Request
-from sublet.hosting.clock import HostClock
-from sublet.ledger.postgres import open_ledger
+from sublet.core.leasing.lease import Holder, Request
+from sublet.core.progress.effect import Commit, Committed
+from sublet.core.queues.items import Ack, NewItem, QueueTerms
+from sublet.ledger.engines.postgres.engine import open_ledger
 from sublet.ports.ledger import LeaseKey
+from sublet.processes.clock import HostClock
 
 MINUTE = 60_000_000
 
@@ -31,8 +31,8 @@ class Member:
         self.name = f"c{number:03d}"
         self.ledger = open_ledger(url, HostClock())
         self.holder = Holder(host=f"node-{number % 4}")
-        self.queue = self.ledger.open_queue("ada", f"q{number % 5}", Terms()).id
-        self.clerk = self.ledger.open_clerk(
+        self.queue = self.ledger.open_queue("ada", f"q{number % 5}", QueueTerms()).id
+        self.consumer = self.ledger.open_consumer(
             self.queue, Holder(host=self.holder.host, pid=os.getpid(), started=1)
         )
         self.steps = 0
@@ -73,12 +73,12 @@ class Member:
 
     def work(self, key: LeaseKey) -> None:
         self.batches += 1
-        drafts = [Draft(body=f'"{self.name}-{self.batches}-{n}"') for n in range(2)]
-        self.published += self.ledger.publish(self.clerk, self.batches, drafts).new
-        got = self.ledger.pull(self.clerk, 2, MINUTE)
+        drafts = [NewItem(body=f'"{self.name}-{self.batches}-{n}"') for n in range(2)]
+        self.published += self.ledger.publish(self.consumer, self.batches, drafts).new
+        got = self.ledger.pull(self.consumer, 2, MINUTE)
         if got:
             acks = [Ack(item=d.item, delivery=d.delivery, result='"done"', work_us=1) for d in got]
-            answers = self.ledger.complete(self.clerk, acks, lease=key)
+            answers = self.ledger.complete(self.consumer, acks, lease=key)
             self.completed += [a.item for a, problem in zip(acks, answers, strict=True) if problem is None]
 
 

@@ -1,7 +1,7 @@
 """A canary written by one tenant is never read by the next (K1, threat 16): whole leases, on a device whose memory stays dirty.
 
 The device is the pretended NVIDIA driver, which hands memory out as its last owner left it. 6 handovers here,
-`SUBLET_HANDOVERS=100` in `make proof`, where `tests/drivers` also does 1,000 below the lease.
+`SUBLET_HANDOVERS=100` in `make proof`, where `tests/devices` also does 1,000 below the lease.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from sublet import wiring
-from sublet.core.device import DeviceState
-from tests.drivers.cuda_shim import Shim, shim_fixture, shim_libraries_fixture  # noqa: F401
-from tests.runtime.conftest import close_home, make_home
+from sublet.core.scheduling.device import DeviceState
+from tests.devices.cuda_shim import Shim
+from tests.homes import close_home, make_home
 
 TURNS = int(os.environ.get("SUBLET_HANDOVERS", "60")) // 10
 CAPACITY = 4 << 20

@@ -26,14 +26,15 @@ import pytest
 
 import sublet
 from sublet import wiring
-from sublet.core.device import DeviceState
 from sublet.core.errors import Misconfigured, SubletError
-from sublet.core.lease import EndReason
-from sublet.drivers.host import memory_name
-from sublet.hosting.local import LocalWorker
-from sublet.runtime.holding import Lease
+from sublet.core.leasing.lease import EndReason
+from sublet.core.scheduling.device import DeviceState
+from sublet.devices.host import memory_name
+from sublet.leases.lease import Lease
+from sublet.leases.warden import warden_process
+from sublet.processes.worker.local import LocalWorker
 from tests.forked import Forked
-from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
+from tests.homes import Home, close_home, make_home, process_is_gone, wait_until
 from tests.storms import hostile
 
 SEED = int(os.environ.get("SUBLET_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -181,7 +182,7 @@ def session(home: Home, kind: str, outside: str, chance: random.Random) -> Ended
 def _settled(home: Home, lease_id: str) -> bool:
     """As any program that still renews would: see to it that there is a warden."""
     with contextlib.suppress(Misconfigured):  # another session killed it while it started
-        wiring.ensure_warden(home.settings)
+        warden_process.ensure_warden(home.settings)
     time.sleep(0.05)
     return bool(wiring.open_ledger(home.settings).look(lease_id).lease.settled_at)
 
@@ -219,7 +220,7 @@ def test_nothing_survives(
         todo.put((kind, outside, chance.randrange(10**9)))
     done: list[Ended] = []
     refused = Counter[str]()
-    wiring.ensure_warden(home.settings)
+    warden_process.ensure_warden(home.settings)
 
     def run() -> None:
         while True:

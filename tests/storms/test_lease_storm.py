@@ -22,15 +22,16 @@ from pathlib import Path
 import pytest
 
 from sublet import wiring
-from sublet.core.journal import Entry
-from sublet.core.lease import LeaseState
-from sublet.core.tenancy import Tenant
-from sublet.hosting.clock import HostClock
+from sublet.core.journal.chain import Entry
+from sublet.core.leasing.lease import LeaseState
+from sublet.core.leasing.tenancy import Tenant
+from sublet.leases.warden import warden_process
 from sublet.ports.ledger import FoundDevice, Ledger
+from sublet.processes.clock import HostClock
 from sublet.settings import load_settings
 from sublet.testing.postgres import PostgresServer
 from tests.forked import Forked
-from tests.runtime.conftest import wait_until
+from tests.homes import wait_until
 
 SECONDS = float(os.environ.get("SUBLET_STORM_SECONDS", "5"))
 SEED = int(os.environ.get("SUBLET_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -333,7 +334,7 @@ def test_kill_9_of_holders_and_of_the_warden(tmp_path: Path, monkeypatch: pytest
     ledger = wiring.plug_in("sublet.ledgers", "sqlite")(url, HostClock())
     for name in ("ada", "bob", "eve"):
         ledger.add_tenant(Tenant(name=name), actor="storm")
-    wiring.ensure_warden(settings)
+    warden_process.ensure_warden(settings)
     swarm = Swarm(url, tmp_path)
     until = time.monotonic() + max(4, SECONDS / 2)
     kills = 0
@@ -342,23 +343,23 @@ def test_kill_9_of_holders_and_of_the_warden(tmp_path: Path, monkeypatch: pytest
             time.sleep(chance.uniform(0.05, 0.6))
             kills += swarm.kill_one(chance)  # the warden ends workers too, when a lease of theirs runs out
             if chance.random() < 0.4:
-                pid = wiring.warden_state(settings)[2]
+                pid = warden_process.warden_state(settings)[2]
                 if pid:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, 9)
                         kills += 1
                 time.sleep(chance.uniform(0, 0.2))
-                wiring.ensure_warden(settings)
+                warden_process.ensure_warden(settings)
         wait_until(lambda: enough(swarm.logs, "granted"), 60)
         swarm.end()
-        wiring.ensure_warden(settings)
+        warden_process.ensure_warden(settings)
         deadline = time.monotonic() + 30
         while ledger.leases():
             assert time.monotonic() < deadline, [a.lease for a in ledger.leases()]
             time.sleep(0.05)
     finally:
         swarm.end()
-        pid = wiring.warden_state(settings)[2]
+        pid = warden_process.warden_state(settings)[2]
         if pid:
             os.kill(pid, 9)
     assert all(d.free_bytes == d.capacity_bytes and d.state.value == "ready" for d in ledger.devices("storm"))

@@ -23,26 +23,18 @@ import psycopg
 import pytest
 
 from sublet import wiring
-from sublet.core.device import DeviceState
-from sublet.core.lease import EndReason, Lease
-from sublet.core.tenancy import Tenant
-from sublet.hosting.clock import HostClock
+from sublet.core.leasing.lease import EndReason, LeaseRecord
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.scheduling.device import DeviceState
+from sublet.machine.run_folder import find_run
 from sublet.ports.ledger import Ledger
-from sublet.runs import find_run
+from sublet.processes.clock import HostClock
 from sublet.testing.postgres import PostgresServer
 from tests.conftest import need
 from tests.everywhere.test_programs import chained
-from tests.runtime.conftest import wait_until
+from tests.homes import wait_until
 from tests.storms import wires
-from tests.storms.test_lease_storm import (
-    SEED,
-    check_everything,
-    drain,
-    enough,
-    prepare,
-    read_logs,
-    settling,
-)
+from tests.storms.test_lease_storm import SEED, check_everything, drain, enough, prepare, read_logs, settling
 from tests.storms.wires import Wire
 
 ROOT = Path(__file__).parents[2]
@@ -275,7 +267,7 @@ def check_leases(ledger: Ledger, hosts: list[Host]) -> dict[EndReason | None, in
     leases = [a.lease for a in ledger.leases(live_only=False, limit=10**6) if a.lease.granted_at]
     last = stamped(hosts)
     assert last
-    by_device: dict[str, list[Lease]] = defaultdict(list)
+    by_device: dict[str, list[LeaseRecord]] = defaultdict(list)
     counts: dict[EndReason | None, int] = defaultdict(int)
     for lease in leases:
         counts[lease.reason] += 1

@@ -19,10 +19,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from sublet.core.tenancy import Tenant
-from sublet.hosting.clock import HostClock
-from sublet.ledger.postgres import open_ledger
+from sublet.core.leasing.tenancy import Tenant
+from sublet.ledger.engines.postgres.engine import open_ledger
 from sublet.ports.ledger import FoundDevice
+from sublet.processes.clock import HostClock
 from sublet.testing.postgres import PostgresServer
 from tests.forked import Forked
 

@@ -21,9 +21,9 @@ import pytest
 
 import sublet
 from sublet import wiring
-from sublet.core.items import ItemState
-from sublet.core.tenancy import Tenant
-from sublet.runtime.queues import Queue
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.queues.items import ItemState
+from sublet.queues.queue import Queue
 from sublet.settings import load_settings
 from sublet.testing.postgres import PostgresServer
 from tests.forked import Forked
@@ -97,11 +97,11 @@ class Swarm:
 
 
 def has_items_in_hand(queue: Queue, pid: int) -> bool:
-    return any(clerk.pid == pid for clerk in queue.workers())
+    return any(consumer.pid == pid for consumer in queue.workers())
 
 
 def others_go_on(queue: Queue) -> bool:
-    """Not while one that was stopped has the ledger's gate: nobody else is given its items then, and its result is not late."""
+    """Not while one that was stopped has the ledger's writer lock: nobody else is given its items then, and its result is not late."""
     before = queue.stats().done
     time.sleep(0.3)
     return queue.stats().done > before

@@ -11,8 +11,6 @@ import secrets
 import sys
 import time
 
-from sublet.core.device import Exclusivity
-from sublet.core.effect import Commit, Committed
 from sublet.core.errors import (
     Disconnected,
     EffectBusy,
@@ -24,10 +22,12 @@ from sublet.core.errors import (
     Stale,
     SubletError,
 )
-from sublet.core.lease import EndReason, LeaseState, Request, Tier
-from sublet.hosting.clock import HostClock
-from sublet.hosting.processes import HostProcesses
+from sublet.core.leasing.lease import EndReason, LeaseState, Request, Tier
+from sublet.core.progress.effect import Commit, Committed
+from sublet.core.scheduling.device import Exclusivity
 from sublet.ports.ledger import LeaseKey
+from sublet.processes.clock import HostClock
+from sublet.processes.ladder import HostProcesses
 from sublet.wiring import plug_in
 
 EXPECTED = (Refused, LeaseLost, Stale, Fenced, HeadMoved, EffectBusy, NotFound)

@@ -1,4 +1,4 @@
-"""A home with a warden and an attendant of its own for each test, both ended with it."""
+"""A home with a warden and a session host of its own for each test, both ended with it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from pathlib import Path
 import pytest
 
 from sublet import wiring
-from sublet.core.lease import Request, Tier
-from sublet.core.session import SessionStatus, job_of, status
-from sublet.core.tenancy import Tenant
+from sublet.core.leasing.lease import Request, Tier
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.studio.session import SessionStatus, job_of, status
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.settings import Settings, load_settings
-from sublet.studio.attendant import finding
+from sublet.studio.holder import finding
 from tests import forked
+from tests.homes import Home, close_home, make_home, process_is_gone, wait_until
 from tests.ledger.conftest import postgres as postgres
 from tests.ledger.conftest import rig as rig
 from tests.ledger.conftest import sqlite as sqlite
 from tests.ledger.rig import Rig
-from tests.runtime.conftest import Home, close_home, make_home, process_is_gone, wait_until
-from tests.runtime.conftest import engine as engine
-from tests.runtime.conftest import ledger_url as ledger_url
 from tests.studio.running import Running, add_device, running, settings_of
 
 GIB = 1 << 30
@@ -34,7 +32,7 @@ SECOND = 1_000_000
 
 
 @dataclass
-class Attended:
+class HostedSessions:
     """What the tests of sessions stand on."""
 
     home: Home
@@ -89,8 +87,8 @@ class Attended:
         wait_until(lambda: self.status(session_id, tenant).value == wanted)
         return self.look(session_id, tenant)
 
-    def kill_attendant(self, number: int = signal.SIGKILL) -> int:
-        pid = finding.attendant_pid(self.settings)
+    def kill_session_host(self, number: int = signal.SIGKILL) -> int:
+        pid = finding.session_host_pid(self.settings)
         if pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -99,23 +97,23 @@ class Attended:
 
 
 @pytest.fixture
-def attended(tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attended]:
-    yield from _attended(tmp_path, ledger_url, monkeypatch)
+def hosted(tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostedSessions]:
+    yield from _hosted(tmp_path, ledger_url, monkeypatch)
 
 
 @pytest.fixture
-def attended_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attended]:
+def hosted_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostedSessions]:
     """On SQLite only."""
-    yield from _attended(tmp_path, f"sqlite:{tmp_path}/home/ledger.db", monkeypatch)
+    yield from _hosted(tmp_path, f"sqlite:{tmp_path}/home/ledger.db", monkeypatch)
 
 
-def _attended(tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attended]:
+def _hosted(tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostedSessions]:
     home = make_home(tmp_path, ledger_url, monkeypatch, "host:1x16GiB")
     monkeypatch.setattr(finding, "spawn_detached", forked.spawn_detached)
-    made = Attended(home, wiring.open_ledger(home.settings))
-    finding.ensure_attendant(home.settings)
+    made = HostedSessions(home, wiring.open_ledger(home.settings))
+    finding.ensure_session_host(home.settings)
     yield made
-    made.kill_attendant()
+    made.kill_session_host()
     close_home(home)
 
 

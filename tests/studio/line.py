@@ -1,4 +1,4 @@
-"""One operation on an attendant's socket, as the service makes it."""
+"""One operation on a session host's socket, as the service makes it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sublet.ports import sealed
+from sublet.core.studio import frames as framing
 from sublet.settings import Settings
-from sublet.studio.attendant import finding
+from sublet.studio.holder import finding
 
 
 @dataclass
@@ -22,35 +22,35 @@ class Heard:
     frames: list[tuple[int, bytes]] = field(default_factory=list)
     read: int = 0  # bytes that count in offsets
 
-    def text(self, kind: int = sealed.OUT) -> str:
+    def text(self, kind: int = framing.OUT) -> str:
         return b"".join(data for k, data in self.frames if k == kind).decode()
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        return [json.loads(data) for kind, data in self.frames if kind == sealed.SHOW]
+        return [json.loads(data) for kind, data in self.frames if kind == framing.SHOW]
 
     @property
     def done(self) -> dict[str, Any]:
-        return next(sealed.read_head(data) for kind, data in self.frames if kind == sealed.DONE)
+        return next(framing.read_head(data) for kind, data in self.frames if kind == framing.DONE)
 
     @property
     def failed(self) -> dict[str, Any]:
-        return next(sealed.read_head(data) for kind, data in self.frames if kind == sealed.FAIL)
+        return next(framing.read_head(data) for kind, data in self.frames if kind == framing.FAIL)
 
     @property
     def parts(self) -> list[bytes]:
-        return [data for kind, data in self.frames if kind == sealed.PART]
+        return [data for kind, data in self.frames if kind == framing.PART]
 
 
 class Line:
     def __init__(self, settings: Settings, head: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
         self.sock: socket.socket = finding.connected(settings, timeout=60)
-        self._reader = sealed.Frames(sealed.ANSWER_KINDS)
+        self._reader = framing.FrameReader(framing.ANSWER_KINDS)
         self.heard = Heard()
         with contextlib.suppress(
             BrokenPipeError, ConnectionResetError
         ):  # refused before it was whole: why can be read
-            for piece in sealed.message(sealed.HEAD, head, parts):
+            for piece in framing.message(framing.HEAD, head, parts):
                 self.sock.sendall(piece)
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
@@ -62,8 +62,8 @@ class Line:
             if not data:
                 return
             for kind, payload in self._reader.feed(data):
-                if kind not in (sealed.BEAT, sealed.GAP):
-                    self.heard.read += sealed.HEADER.size + len(payload)
+                if kind not in (framing.BEAT, framing.GAP):
+                    self.heard.read += framing.HEADER.size + len(payload)
                 self.heard.frames.append((kind, payload))
                 yield kind, payload
 

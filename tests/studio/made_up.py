@@ -1,7 +1,9 @@
-"""A service that only answers: boards no ledger would easily hold (500 leases, hostile texts), and cuts on demand.
+"""A service that only answers: dashboards no ledger would easily hold (500 leases, hostile texts), and cuts
+on demand.
 
 Rules of this file:
-- It speaks the page's part of the HTTP interface and decides nothing. Whatever a real service can show is tested with a real one.
+- It speaks the page's part of the HTTP interface and decides nothing. Whatever a real service can show is
+  tested with a real one.
 - It listens on the loopback, with the page's real files and the policy they must live with.
 """
 
@@ -13,10 +15,11 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "src" / "sublet" / "studio" / "page"
+from tests.forked import SOURCE
+
+PAGE = SOURCE / "sublet" / "studio" / "page"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -34,11 +37,11 @@ GIB = 2**30
 class MadeUp:
     """What the service says, and what it was told."""
 
-    def __init__(self, board: dict[str, Any]) -> None:
-        self.board = board
+    def __init__(self, dashboard: dict[str, Any]) -> None:
+        self.dashboard = dashboard
         self.told: list[tuple[str, str, Any]] = []
         self.streams: list[str] = []  # Last-Event-ID of each that was opened
-        self.boards = 0
+        self.dashboards = 0
         self.refuse = False
         self.port = 0
         self._changed = threading.Condition()
@@ -71,10 +74,10 @@ class MadeUp:
 
     def happened(self, kind: str = "lease.granted") -> None:
         with self._changed:
-            self.board["id"] += 1
-            self.board["at"] = time.time()
+            self.dashboard["id"] += 1
+            self.dashboard["at"] = time.time()
             event = {
-                "id": self.board["id"],
+                "id": self.dashboard["id"],
                 "at": time.time(),
                 "kind": kind,
                 "tenant": "",
@@ -117,14 +120,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif not self._let_in():
             pass
         elif path == "/v1/me":
-            self._json(200, self.made_up.board["me"])
-        elif path == "/v1/board":
-            self.made_up.boards += 1
-            self._json(200, self.made_up.board | {"at": time.time()})
+            self._json(200, self.made_up.dashboard["me"])
+        elif path == "/v1/dashboard":
+            self.made_up.dashboards += 1
+            self._json(200, self.made_up.dashboard | {"at": time.time()})
         elif path == "/v1/usage":
             self._json(200, {"rows": []})
         elif path == "/v1/neighbours":
-            self._json(200, {"neighbours": self.made_up.board["neighbours"]})
+            self._json(200, {"neighbours": self.made_up.dashboard["neighbours"]})
         elif path == "/v1/events":
             self._stream()
         else:
@@ -156,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
                 409, "stale", "<img src=x onerror=alert(1)> it has changed meanwhile; nothing was done"
             )
         else:
-            self._json(200, (self.made_up.board["sessions"] or [{}])[0])
+            self._json(200, (self.made_up.dashboard["sessions"] or [{}])[0])
 
     def _let_in(self) -> bool:
         if self.headers.get("Authorization") == f"Bearer {TOKEN}":
@@ -182,7 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def a_board(*, leases: int = 6, devices: int = 2, operator: bool = True, words: str = "") -> dict[str, Any]:
+def a_dashboard(
+    *, leases: int = 6, devices: int = 2, operator: bool = True, words: str = ""
+) -> dict[str, Any]:
     """A studio in the middle of its day; `words` stands wherever a text of somebody's may stand."""
     now = time.time()
     tenants = [words or name for name in ("ada", "ben", "cleo", "dmitri", "eve")]
@@ -302,7 +307,15 @@ def a_board(*, leases: int = 6, devices: int = 2, operator: bool = True, words: 
             }
         ],
         "queues": [
-            {"name": words or "prompts", "ready": 12, "taken": 3, "done": 900, "dead": 1, "paused": False}
+            {
+                "name": words or "prompts",
+                "ready": 12,
+                "delayed": 0,
+                "leased": 3,
+                "done": 900,
+                "dead": 1,
+                "paused": False,
+            }
         ],
         "quarantine": [
             {

@@ -1,7 +1,8 @@
 """A real service on the loopback, in a thread of the test's process: real server, real ledger, real sockets.
 
 Rules of this file:
-- Nobody attends its sessions: they stay `opening` or what the test makes of them in the ledger. Tests of calls have a real attendant.
+- Nobody attends its sessions: they stay `opening` or what the test makes of them in the ledger. Tests of
+  calls have a real session host.
 - Limits are wide unless a test says otherwise, so that only its subject is limited.
 """
 
@@ -19,25 +20,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sublet.core.lease import Holder, Request
-from sublet.core.session import job_of
-from sublet.core.tenancy import Tenant
-from sublet.core.token import Scope
+from sublet.core.leasing.lease import Holder, Request
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.studio.session import job_of
+from sublet.core.studio.token import Scope
 from sublet.ports.ledger import FoundDevice, Ledger
-from sublet.runtime.tokens import new_token
 from sublet.settings import Setting, Settings
-from sublet.studio.limits import Limits
-from sublet.studio.logs import Log
-from sublet.studio.relay import Relay
+from sublet.studio.edge.limits import EdgeLimits
+from sublet.studio.edge.logs import ServiceLog
+from sublet.studio.edge.relay import SessionHostRelay
 from sublet.studio.service import Service
-from sublet.studio.serving import Address, StudioServer, make_server
+from sublet.studio.serving import ListenAddress, StudioServer, make_server
+from sublet.studio.tokens import new_token
 
 GIB = 1 << 30
 HOST = "node-a"
-WIDE = Limits(address_rate=0, tenant_rate=0, penalty_seconds=0.0)
+WIDE = EdgeLimits(address_rate=0, tenant_rate=0, penalty_seconds=0.0)
 
 
-class Unattended(Relay):
+class Unattended(SessionHostRelay):
     """Sessions are only recorded."""
 
     def ensure(self) -> None:
@@ -142,9 +143,9 @@ def settings_of(base: Settings, ledger_url: str, home: str) -> Settings:
 def running(
     ledger: Ledger,
     settings: Settings,
-    limits: Limits = WIDE,
+    limits: EdgeLimits = WIDE,
     *,
-    relay: Relay | None = None,
+    relay: SessionHostRelay | None = None,
     metrics_open: bool = False,
     proxies: Any = (),
 ) -> Iterator[Running]:
@@ -155,8 +156,10 @@ def running(
     ready = threading.Event()
 
     async def main() -> None:
-        service = Service(ledger, settings, limits=limits, log=Log(lines.append), metrics_open=metrics_open)
-        server = make_server(service, Address(host="127.0.0.1", port=port), proxies)
+        service = Service(
+            ledger, settings, limits=limits, log=ServiceLog(lines.append), metrics_open=metrics_open
+        )
+        server = make_server(service, ListenAddress(host="127.0.0.1", port=port), proxies)
         service.relay = relay or Unattended(settings)
         made.extend([service, server, asyncio.get_running_loop()])
         asyncio.get_running_loop().create_task(_started(server))
@@ -177,7 +180,7 @@ def running(
         found.stop()
 
 
-# --- arranging in the ledger ----------------------------------------------------------------------------------
+# --- arranging in the ledger ---
 
 
 def add_device(ledger: Ledger, name: str = "node-a-gpu0", gb: int = 80) -> None:
@@ -206,7 +209,7 @@ def add_session(
 
 
 def give_lease(ledger: Ledger, session_id: str, tenant: str, number: int = 1) -> str:
-    """As an attendant would: bound, then asked for."""
+    """As a session host would: bound, then asked for."""
     wish = ledger.look_session(session_id, tenant).session.request
     lease_id = f"L{uuid.uuid4().hex[:20]}"
     ledger.bind_session(session_id, number=number, lease_id=lease_id)

@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from sublet.core.tenancy import Tenant
-from sublet.core.token import Scope
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.studio.token import Scope
 from sublet.ports.ledger import Ledger
-from sublet.runtime.tokens import new_token
+from sublet.studio.tokens import new_token
 from tests import forked
 from tests.free_ports import free_port
 

@@ -1,9 +1,12 @@
-"""Threat 13: two hundred clients, one of them hostile. The caps hold, and the others feel less than twice what they felt before.
+"""Threat 13: two hundred clients, one of them hostile. The caps hold, and the others feel less than twice
+what they felt before.
 
-The hostile one runs on this machine too and takes processor time from everybody, which no service can give back. So it always runs, equally
-hard: in every other round against a second service, another process with the same caps on the same ledger, and in the others against the one
-the crowd uses. What differs is what it does to that service. `make proof` sets SUBLET_CROWD_ROUNDS, and where nothing else runs the medians of
-their p99 are compared. Beside other tests a p99 is theirs; there it is the service's own processor time that must not be the hostile one's.
+The hostile one runs on this machine too and takes processor time from everybody, which no service can give
+back. So it always runs, equally hard: in every other round against a second service, another process with the
+same caps on the same ledger, and in the others against the one the crowd uses. What differs is what it does
+to that service. `make proof` sets SUBLET_CROWD_ROUNDS, and where nothing else runs the medians of their p99
+are compared. Beside other tests a p99 is theirs; there it is the service's own processor time that must not
+be the hostile one's.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import pytest
 
 from sublet.ports.ledger import Ledger
 from tests import forked
-from tests.studio.conftest import Attended
+from tests.studio.conftest import HostedSessions
 from tests.studio.served import Served, token_for
 
 CLIENTS = 199
@@ -81,11 +84,11 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def services(attended_here: Attended) -> Iterator[tuple[Served, Served]]:
+def services(hosted_here: HostedSessions) -> Iterator[tuple[Served, Served]]:
     """The crowd's, and the other one."""
     options = ("--address-rate", "0", "--rate", "50")
-    made = Served(attended_here.home.environment, options=options)
-    other = Served(attended_here.home.environment, options=options)
+    made = Served(hosted_here.home.environment, options=options)
+    other = Served(hosted_here.home.environment, options=options)
     for service in (made, other):
         service.start()
     yield made, other
@@ -160,11 +163,11 @@ def _processor_seconds(served: Served) -> float:
 
 
 def test_two_hundred_clients_one_of_them_hostile(
-    attended_here: Attended, services: tuple[Served, Served]
+    hosted_here: HostedSessions, services: tuple[Served, Served]
 ) -> None:
     served, other = services
-    crowd = Crowd(served.port, _tokens(attended_here.ledger))
-    eve = token_for(attended_here.ledger, "eve")
+    crowd = Crowd(served.port, _tokens(hosted_here.ledger))
+    eve = token_for(hosted_here.ledger, "eve")
     crowd.round()  # connections, caches and pages are there after it
     felt: dict[Served, list[float]] = {served: [], other: []}
     spent = {served: 0.0, other: 0.0}
@@ -185,4 +188,4 @@ def test_two_hundred_clients_one_of_them_hostile(
     assert spent[served] < 3 * spent[other] + 0.2 * ROUNDS * ROUND_SECONDS, spent
     if IS_QUIET:
         assert ratio < 2, told
-    assert attended_here.ledger.sessions(tenant="eve", open_only=False) == []
+    assert hosted_here.ledger.sessions(tenant="eve", open_only=False) == []

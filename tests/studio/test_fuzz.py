@@ -1,5 +1,5 @@
-"""Requests nobody would think of, made from the service's own description: it never fails, never says what it should not, changes nobody
-else's rows. SUBLET_FUZZ_REQUESTS says how many; `make proof` says more."""
+"""Requests nobody would think of, made from the service's own description: it never fails, never says what it
+should not, changes nobody else's rows. SUBLET_FUZZ_REQUESTS says how many; `make proof` says more."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 
-from sublet.studio.app import description, make_routes
-from sublet.studio.calls import FRAMES_TYPE
+from sublet.studio.edge.app import description, make_routes
+from sublet.studio.routes.calls import FRAMES_TYPE
 from tests.conftest import needed
 from tests.ledger.rig import Rig
+from tests.studio.edge.test_wire import check_shape
 from tests.studio.running import Running, add_session, give_lease
-from tests.studio.test_wire import check_shape
 
 schemathesis = needed("schemathesis")
 from schemathesis import GenerationMode  # noqa: E402
@@ -45,7 +45,7 @@ def operations(studio: Running) -> list[Any]:
 
 @pytest.mark.timeout(3600)
 def test_whatever_is_asked(studio_here: Running, sqlite: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sublet.studio.sessions.WAIT_MOST_SECONDS", 0.05)
+    monkeypatch.setattr("sublet.studio.routes.sessions.WAIT_MOST_SECONDS", 0.05)
     studio = studio_here
     print(f"seed {SEED}")
     rng = random.Random(SEED)

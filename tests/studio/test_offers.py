@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from sublet.core.lease import EndReason, Holder, Request, Tier
-from sublet.core.session import job_of
+from sublet.core.leasing.lease import EndReason, Holder, Request, Tier
+from sublet.core.studio.session import job_of
 from tests.studio.running import HOST, Running, give_lease
 
 GIB = 1 << 30
@@ -51,6 +51,6 @@ def test_an_offer_names_its_price_and_its_odds(studio_here: Running) -> None:
     assert offer["until"] > found["opened_at"]
     assert float(offer["price_per_hour"]) == 2.5
     assert offer["preemption_odds"] == 0.25
-    board = studio_here.ask("GET", "/v1/board", bea).json
-    assert board["sessions"][0]["offer"]["preemption_odds"] == 0.25
+    dashboard = studio_here.ask("GET", "/v1/dashboard", bea).json
+    assert dashboard["sessions"][0]["offer"]["preemption_odds"] == 0.25
     assert studio_here.ask("GET", f"/v1/sessions/{session_id}", ann).status == 404

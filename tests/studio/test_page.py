@@ -1,7 +1,8 @@
-"""The page in a browser: what it shows, how it is used without a mouse, what it costs, and what it does when the service goes away.
+"""The page in a browser: what it shows, how it is used without a mouse, what it costs, and what it does when
+the service goes away.
 
-The boards here are made up (`made_up.py`), because they hold what a ledger does not easily hold. The story with a real service is in
-`test_page_story.py`.
+The dashboards here are made up (`made_up.py`), because they hold what a ledger does not easily hold. The
+story with a real service is in `test_page_story.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from sublet.core.lease import EndReason
+from sublet.core.leasing.lease import EndReason
 from tests.browsers import a_browser
 from tests.conftest import MORE_EXAMPLES
-from tests.studio.in_browser import PHONE, WIDE, Studio, a_page, need_axe
-from tests.studio.made_up import PAGE, TOKEN, MadeUp, a_board
+from tests.studio.in_browser import PHONE, WIDE, Studio, a_page, expect_count, expect_text, need_axe
+from tests.studio.made_up import PAGE, TOKEN, MadeUp, a_dashboard
 from tests.studio.running import Running, add_device, add_session, give_lease
 
 VIEWS = ("studio", "leases", "usage", "work", "receipts", "session/Swaiting")
@@ -33,7 +34,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def service() -> Iterator[MadeUp]:
-    made = MadeUp(a_board())
+    made = MadeUp(a_dashboard())
     made.start()
     yield made
     made.stop()
@@ -48,7 +49,8 @@ def studio(browser: Any, service: MadeUp) -> Iterator[Studio]:
 
 
 def fine(studio: Studio) -> None:
-    """Nothing was complained about in the browser's console: no policy broken, no file missing, no exception."""
+    """Nothing was complained about in the browser's console: no policy broken, no file missing, no
+    exception."""
     assert studio.wrong == []
 
 
@@ -107,7 +109,7 @@ def test_axe_finds_nothing_in_any_view(browser: Any, service: MadeUp, seen: str)
         studio.enter(TOKEN)
         for view in VIEWS:
             studio.go(view)
-            page.locator("#board > div:visible h1").first.wait_for(state="attached")
+            page.locator("#dashboard > div:visible h1").first.wait_for(state="attached")
             assert studio.violations() == [], f"{view}, {scheme}"
             assert page.evaluate("() => document.documentElement.scrollWidth") <= width["width"], view
         studio.go("studio")
@@ -147,7 +149,7 @@ def test_light_and_dark_follow_the_system_and_the_switch(browser: Any, service: 
 
 def test_empty_places_say_what_to_do(browser: Any) -> None:
     need_axe()
-    board = a_board(leases=0) | {
+    dashboard = a_dashboard(leases=0) | {
         name: []
         for name in (
             "devices",
@@ -160,7 +162,7 @@ def test_empty_places_say_what_to_do(browser: Any) -> None:
             "receipts",
         )
     }
-    service = MadeUp(board)
+    service = MadeUp(dashboard)
     service.start()
     with a_page(browser, service.url) as studio:
         studio.enter(TOKEN)
@@ -169,7 +171,7 @@ def test_empty_places_say_what_to_do(browser: Any) -> None:
             studio.go(view)
             if view == "usage":  # its sums are asked for when somebody looks
                 studio.page.get_by_text("Nothing was used in this time").wait_for()
-            seen[view] = studio.page.locator("#board > div:visible .empty:visible").all_inner_texts()
+            seen[view] = studio.page.locator("#dashboard > div:visible .empty:visible").all_inner_texts()
             assert studio.violations() == [], view
     service.stop()
     assert {view: len(texts) for view, texts in seen.items()} == {
@@ -180,7 +182,7 @@ def test_empty_places_say_what_to_do(browser: Any) -> None:
 
 
 def test_a_user_sees_no_operators_buttons(browser: Any) -> None:
-    service = MadeUp(a_board(operator=False))
+    service = MadeUp(a_dashboard(operator=False))
     service.start()
     with a_page(browser, service.url) as studio:
         studio.enter(TOKEN)
@@ -199,8 +201,8 @@ def test_the_timeline_speaks(studio: Studio) -> None:
     studio.enter(TOKEN)
     page = studio.page
     bars = page.locator("rect.bar")
-    assert bars.count() == 6
-    assert page.locator("rect.bar[tabindex='0']").count() == 1
+    expect_count(bars, 6)
+    expect_count(page.locator("rect.bar[tabindex='0']"), 1)
     page.locator("rect.bar[tabindex='0']").focus()
     page.keyboard.press("Home")
     tip = page.get_by_role("tooltip")
@@ -212,12 +214,12 @@ def test_the_timeline_speaks(studio: Studio) -> None:
     page.keyboard.press("Escape")
     assert not tip.is_visible()
     page.locator("rect.bar.taken").first.hover()
-    assert "preempted: somebody more important came" in tip.inner_text()
+    expect_text(tip, "preempted: somebody more important came")
     page.get_by_text("The same as a table").click()
     table = page.get_by_role("table", name="Leases of the last hour")
     table.wait_for()
-    assert table.get_by_role("row").count() == 7
-    assert "preempted: somebody more important came" in table.inner_text()
+    expect_count(table.get_by_role("row"), 7)
+    expect_text(table, "preempted: somebody more important came")
     fine(studio)
 
 
@@ -225,22 +227,23 @@ def test_the_timeline_speaks(studio: Studio) -> None:
 
 PAYLOADS = (
     "<script>window.hit=1</script><img src=x onerror='window.hit=1'>\"'><svg onload=window.hit=1>",
-    "javascript:window.hit=1//${window.hit=1}{{7*7}}</textarea></style><iframe srcdoc='<script>parent.hit=1</script>'>",
+    "javascript:window.hit=1//${window.hit=1}{{7*7}}</textarea></style><iframe "
+    "srcdoc='<script>parent.hit=1</script>'>",
 )
 
 
 @pytest.mark.parametrize("words", PAYLOADS)
 def test_hostile_words_stay_words(browser: Any, words: str) -> None:
-    service = MadeUp(a_board(words=words))
+    service = MadeUp(a_dashboard(words=words))
     service.refuse = True  # errors carry markup too
     service.start()
     with a_page(browser, service.url) as studio:
         page = studio.page
         studio.enter(TOKEN)
-        assert page.locator("#board").get_by_text(words).count() > 10
+        assert page.locator("#dashboard").get_by_text(words).count() > 10
         for view in VIEWS:
             studio.go(view)
-            page.locator("#board > div:visible").first.wait_for()
+            page.locator("#dashboard > div:visible").first.wait_for()
             assert (
                 page.locator("#main :is(script, iframe, img:not([alt='']), svg[onload], [onerror])").count()
                 == 0
@@ -302,7 +305,8 @@ def test_a_session_is_opened_and_a_lease_revoked_by_keyboard(studio: Studio, ser
     for _ in range(12):  # the focus goes round inside
         page.keyboard.press("Tab")
         inside = page.evaluate(
-            "() => document.activeElement === document.body || Boolean(document.activeElement.closest('dialog'))"
+            "() => document.activeElement === document.body || "
+            "Boolean(document.activeElement.closest('dialog'))"
         )
         assert inside, "the focus left the dialog"
         stops.add(studio.focused())
@@ -332,11 +336,11 @@ def test_the_other_acts_say_what_they_do_and_do_it(studio: Studio, service: Made
     dialog = page.get_by_role("dialog")
 
     page.get_by_role("button", name="Drain lab1-gpu0").click()
-    assert "No new lease is placed on it" in dialog.inner_text()
+    expect_text(dialog, "No new lease is placed on it")
     dialog.get_by_role("button", name="Drain the device").click()
     page.get_by_text("lab1-gpu0 is draining").wait_for()
     page.get_by_role("button", name="Clear lab1-gpu1").first.click()
-    assert "teardown of lease L7 was not proven" in dialog.inner_text()
+    expect_text(dialog, "teardown of lease L7 was not proven")
     dialog.get_by_role("button", name="Say that it is clean").click()
     page.get_by_text("lab1-gpu1 is cleared").wait_for()
     page.get_by_role("button", name="Accept 512 MiB for Soffered").click()
@@ -344,7 +348,7 @@ def test_the_other_acts_say_what_they_do_and_do_it(studio: Studio, service: Made
     page.get_by_role("button", name="Resume Ssuspended").click()
     page.get_by_text("wants a GPU again").wait_for()
     page.get_by_role("button", name="End Swaiting").click()
-    assert "cannot be undone" in dialog.inner_text()
+    expect_text(dialog, "cannot be undone")
     dialog.get_by_role("button", name="End the session").click()
     page.get_by_text("Session Swaiting is ended").wait_for()
     studio.go("usage")
@@ -378,28 +382,29 @@ def test_the_other_acts_say_what_they_do_and_do_it(studio: Studio, service: Made
 
 def change(service: MadeUp, number: int, every: int) -> None:
     """Many leases renewed, one new reason each, and one that moved up."""
-    for row in service.board["leases"][::every]:
+    for row in service.dashboard["leases"][::every]:
         row["detail"], row["ends_at"] = f"step {number}", row["ends_at"] + 30
-    for row in service.board["sessions"][::every]:
+    for row in service.dashboard["sessions"][::every]:
         row["detail"], row["expires_at"] = (
             f"step {number}",
             row["expires_at"] + 30 if row["expires_at"] else None,
         )
-    service.board["leases"].insert(0, service.board["leases"].pop())
+    service.dashboard["leases"].insert(0, service.dashboard["leases"].pop())
     service.happened()
 
 
 @pytest.mark.parametrize("view", ["studio", "leases"][:MORE_EXAMPLES])
 def test_an_update_of_500_leases_is_short(browser: Any, view: str) -> None:
-    service = MadeUp(a_board(leases=500, devices=16))
+    service = MadeUp(a_dashboard(leases=500, devices=16))
     service.start()
     with a_page(browser, service.url) as studio:
         page = studio.page
         studio.enter(TOKEN, view)
-        rows = page.locator("#board > div:visible table").first.locator("tbody tr")
-        assert rows.count() == (500 if view == "leases" else 12)
+        rows = page.locator("#dashboard > div:visible table").first.locator("tbody tr")
+        expect_count(rows, 500 if view == "leases" else 12)
         page.evaluate(
-            "() => { window.first = document.querySelector('#board > div:not([hidden]) tbody tr:nth-child(5)'); }"
+            "() => "
+            "{ window.first = document.querySelector('#dashboard > div:not([hidden]) tbody tr:nth-child(5)'); }"
         )
         took = []
         for number in range(9):
@@ -412,7 +417,8 @@ def test_an_update_of_500_leases_is_short(browser: Any, view: str) -> None:
             took.append(page.evaluate("() => __sublet_updates.at(-1).ms"))
         assert page.evaluate("() => first.isConnected"), "the rows were made anew"
         print(f"{view}: an update of 500 leases took {[round(ms, 1) for ms in took]} ms")
-        # The middle of the small ones, and of those that changed every row: one may fall into somebody else's minute.
+        # The middle of the small ones, and of those that changed every row: one may fall into somebody else's
+        # minute.
         assert statistics.median(took[:6]) < MOST_MS
         assert statistics.median(took[6:]) < MOST_MS
     service.stop()
@@ -431,7 +437,7 @@ def test_500_leases_of_a_real_ledger(browser: Any, studio_here: Running) -> None
     with a_page(browser, f"{studio_here.url}/") as studio:
         page = studio.page
         studio.enter(studio_here.operator, "leases")
-        assert page.get_by_role("table", name=re.compile("^Leases")).locator("tbody tr").count() == 500
+        expect_count(page.get_by_role("table", name=re.compile("^Leases")).locator("tbody tr"), 500)
         took = []
         for lease_id in leases[100:105]:
             page.evaluate("() => { __sublet_updates.length = 0; }")
@@ -446,7 +452,7 @@ def test_500_leases_of_a_real_ledger(browser: Any, studio_here: Running) -> None
         fine(studio)
 
 
-def test_events_cause_at_most_one_board_a_second_and_touch_only_what_changed(
+def test_events_cause_at_most_one_dashboard_a_second_and_touch_only_what_changed(
     studio: Studio, service: MadeUp
 ) -> None:
     studio.enter(TOKEN, "leases")
@@ -454,15 +460,15 @@ def test_events_cause_at_most_one_board_a_second_and_touch_only_what_changed(
     page.wait_for_timeout(1200)
     page.evaluate(
         """() => { window.touched = []; new MutationObserver(found => touched.push(...found.map(m => (m.target.nodeType === 3 ? m.target.parentNode : m.target).dataset?.label ?? m.target.nodeName)))
-          .observe(document.querySelector('#board table tbody:not([hidden])') && document.querySelector('#board > div:not([hidden]) tbody'), {subtree: true, childList: true, characterData: true, attributes: true}); }"""
+          .observe(document.querySelector('#dashboard table tbody:not([hidden])') && document.querySelector('#dashboard > div:not([hidden]) tbody'), {subtree: true, childList: true, characterData: true, attributes: true}); }"""
     )
-    before, began = service.boards, time.monotonic()
-    service.board["leases"][3]["detail"] = "another reason"
+    before, began = service.dashboards, time.monotonic()
+    service.dashboard["leases"][3]["detail"] = "another reason"
     for _ in range(40):
         service.happened()
         page.wait_for_timeout(50)
     # In two seconds; on a crowded machine it is more.
-    assert 1 <= service.boards - before <= 2 + (time.monotonic() - began)
+    assert 1 <= service.dashboards - before <= 2 + (time.monotonic() - began)
     page.get_by_role("cell", name="another reason").wait_for()
     # Countdowns tick meanwhile, each in its own cell; nothing else was touched.
     assert set(page.evaluate("() => touched")) <= {"Why", "Left"}
@@ -477,26 +483,26 @@ def test_the_stream_is_taken_up_again_after_the_service_was_away(studio: Studio,
     service.stop()
     live = page.get_by_role("status").filter(has_text="Not live since")
     live.wait_for()
-    service.board["sessions"][1]["name"] = "renamed meanwhile"
-    service.board["id"] += 1
+    service.dashboard["sessions"][1]["name"] = "renamed meanwhile"
+    service.dashboard["id"] += 1
     service.start()
     page.locator("#live[data-state=live]").wait_for()
     page.get_by_role("link", name="renamed meanwhile").wait_for()
     page.get_by_text("Live again.").wait_for()
-    assert service.streams[0] == "1000"  # behind the first board
+    assert service.streams[0] == "1000"  # behind the first dashboard
     assert service.streams[-1] == "1001"  # behind the last event
-    service.board["sessions"][1]["name"] = "and live"
+    service.dashboard["sessions"][1]["name"] = "and live"
     service.happened()
     page.get_by_role("link", name="and live").wait_for()
 
 
 @pytest.mark.parametrize("how", ["no answer", "refused"])
-def test_a_board_that_did_not_come_is_asked_for_again(studio: Studio, service: MadeUp, how: str) -> None:
+def test_a_dashboard_that_did_not_come_is_asked_for_again(studio: Studio, service: MadeUp, how: str) -> None:
     """No second event comes to remind the page, nothing ends soon, and the next look anyway is far away."""
     page = studio.page
-    for lease in service.board["leases"]:
+    for lease in service.dashboard["leases"]:
         lease["ends_at"] = time.time() + 3600
-    for session in service.board["sessions"]:
+    for session in service.dashboard["sessions"]:
         session.pop("offer", None)
     page.add_init_script(
         "const real = AbortSignal.timeout.bind(AbortSignal); AbortSignal.timeout = (ms) => real(ms / 100);"
@@ -513,21 +519,21 @@ def test_a_board_that_did_not_come_is_asked_for_again(studio: Studio, service: M
         if how == "refused":
             route.fulfill(status=503, json={"code": "busy", "message": "not now", "remedy": "later"})
 
-    page.route("**/v1/board", miss, times=1)
-    service.board["sessions"][1]["name"] = "renamed meanwhile"
+    page.route("**/v1/dashboard", miss, times=1)
+    service.dashboard["sessions"][1]["name"] = "renamed meanwhile"
     service.happened()
     page.get_by_role("link", name="renamed meanwhile").wait_for()
     assert len(missed) == 1
 
 
-def test_the_time_left_counts_down_without_a_board(studio: Studio, service: MadeUp) -> None:
+def test_the_time_left_counts_down_without_a_dashboard(studio: Studio, service: MadeUp) -> None:
     studio.enter(TOKEN)
     page = studio.page
     cell = page.get_by_role("row", name="notebook 3").get_by_role("cell").nth(2)
     first = cell.inner_text()
-    boards = service.boards
+    dashboards = service.dashboards
     page.wait_for_function(
         "([cell, first]) => cell.textContent !== first", arg=[cell.element_handle(), first]
     )
     assert re.fullmatch(r"\d:\d\d", cell.inner_text())
-    assert service.boards - boards <= 1
+    assert service.dashboards - dashboards <= 1

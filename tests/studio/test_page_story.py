@@ -1,6 +1,7 @@
 """The page before a real service: two tenants want one small device, and an operator takes it from the first.
 
-What is asserted is what the pages show. Pictures are left in the test's folder, or in SUBLET_PAGE_SHOTS, for somebody to look at.
+What is asserted is what the pages show. Pictures are left in the test's folder, or in SUBLET_PAGE_SHOTS, for
+somebody to look at.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 import pytest
 
 from sublet import wiring
-from sublet.core.token import Scope
+from sublet.core.studio.token import Scope
 from sublet.ports.ledger import Ledger
 from tests.browsers import a_browser
-from tests.runtime.conftest import close_home, make_home
-from tests.studio.conftest import Attended
-from tests.studio.in_browser import PHONE, Studio, a_page, need_axe
+from tests.homes import close_home, make_home
+from tests.studio.conftest import HostedSessions
+from tests.studio.in_browser import PHONE, Studio, a_page, expect_count, expect_text, need_axe
 from tests.studio.served import Served, token_for
 
-pytestmark = pytest.mark.timeout(400)  # three browsers' pages, a service, a warden, an attendant and workers
+pytestmark = pytest.mark.timeout(
+    400
+)  # three browsers' pages, a service, a warden, a session host and workers
 VIEWS = ("studio", "leases", "usage", "work", "receipts")
 SOON = 60_000
 HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
@@ -60,7 +63,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     served.start()
     yield House(served, ledger, tokens)
     served.kill()
-    Attended(home, ledger).kill_attendant()
+    HostedSessions(home, ledger).kill_session_host()
     close_home(home)
 
 
@@ -139,8 +142,8 @@ def test_a_device_goes_from_one_tenant_to_the_other(browser: Any, house: House, 
         ada.page.screenshot(path=shots / "ada-runs.png")
         ada.page.keyboard.press("Control+Enter")  # one at a time, and nobody is left to guess why
         ada.page.get_by_role("status").get_by_text("Not run: the last code still runs").wait_for(timeout=SOON)
-        assert output.count() == 1
-        assert ada.page.locator(".ran").count() == 2
+        expect_count(output, 1)
+        expect_count(ada.page.locator(".ran"), 2)
         ada.page.get_by_role("button", name="Interrupt").click()
         output.get_by_text("KeyboardInterrupt").first.wait_for(timeout=SOON)
         failed = run(ada, "1 / 0")
@@ -160,7 +163,7 @@ def test_a_device_goes_from_one_tenant_to_the_other(browser: Any, house: House, 
         # ben waits, and sees nothing of ada
         open_session(ben, "768MiB", "evaluation")
         waiting = becomes(ben, "evaluation", "waiting")
-        assert "place 1" in waiting.inner_text()
+        expect_text(waiting, "place 1")
         assert "ada" not in words(ben)
         assert "training" not in words(ben)
         ben.page.screenshot(path=shots / "ben-waits.png")
@@ -171,7 +174,7 @@ def test_a_device_goes_from_one_tenant_to_the_other(browser: Any, house: House, 
         operator.page.screenshot(path=shots / "operator-before.png")
         row(operator, "training").get_by_role("button", name="Revoke the lease of training").click()
         dialog = operator.page.get_by_role("dialog")
-        assert "768 MiB on" in dialog.inner_text()
+        expect_text(dialog, "768 MiB on")
         dialog.get_by_label("Reason").fill("ben's deadline is today")
         dialog.get_by_label("Grace").fill("2s")
         operator.page.screenshot(path=shots / "operator-revokes.png")

@@ -1,4 +1,5 @@
-"""`sublet serve` as a process: its first start, how it leaves, two of it on one ledger, and what a flood does to the others."""
+"""`sublet serve` as a process: its first start, how it leaves, two of it on one ledger, and what a flood does
+to the others."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ import pytest
 
 from sublet import wiring
 from sublet.core.errors import Misconfigured
-from sublet.core.session import SessionStatus, status
-from sublet.core.tenancy import Tenant
-from sublet.core.token import Scope
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.studio.session import SessionStatus, status
+from sublet.core.studio.token import Scope
 from sublet.ports.ledger import Ledger
-from sublet.runtime.tokens import new_token
-from sublet.studio.attendant import finding
-from sublet.studio.serving import Address, check_address, first_operator_token
+from sublet.studio.holder import finding
+from sublet.studio.serving import ListenAddress, check_address, first_operator_token
+from sublet.studio.tokens import new_token
 from tests import forked
+from tests.homes import Home, close_home, make_home, wait_until
 from tests.ledger.rig import Rig
-from tests.runtime.conftest import Home, close_home, make_home, wait_until
 
 
 @dataclass
@@ -117,7 +118,7 @@ def _home(tmp_path: Path, ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> I
     for child in made.children:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
-    pid = finding.attendant_pid(made.settings)
+    pid = finding.session_host_pid(made.settings)
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -157,20 +158,20 @@ def test_a_new_operators_token_only_when_none_opens(rig: Rig) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "studio.example"])
 def test_it_does_not_listen_elsewhere_in_the_clear(host: str) -> None:
     with pytest.raises(Misconfigured, match="in the clear"):
-        check_address(Address(host=host, port=80))
-    check_address(Address(host=host, port=80, behind_proxy=True))
-    check_address(Address(host=host, port=80, insecure=True))
-    check_address(Address(host=host, port=80, certificate="c", key="k"))
+        check_address(ListenAddress(host=host, port=80))
+    check_address(ListenAddress(host=host, port=80, behind_proxy=True))
+    check_address(ListenAddress(host=host, port=80, insecure=True))
+    check_address(ListenAddress(host=host, port=80, certificate="c", key="k"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])
 def test_it_listens_on_loopback(host: str) -> None:
-    check_address(Address(host=host, port=80))
+    check_address(ListenAddress(host=host, port=80))
 
 
 def test_half_of_tls_is_none() -> None:
     with pytest.raises(Misconfigured, match="certificate and its key"):
-        check_address(Address(host="127.0.0.1", port=80, certificate="c"))
+        check_address(ListenAddress(host="127.0.0.1", port=80, certificate="c"))
 
 
 def test_leaving_says_so_ends_streams_lets_requests_finish_and_ends_with_0(served_here: Home) -> None:
@@ -191,13 +192,13 @@ def test_leaving_says_so_ends_streams_lets_requests_finish_and_ends_with_0(serve
         with http_kept(served.port) as ready:
             assert ready() == 200
             served.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: ready() == 503, 5)
+            wait_until(lambda: ready() == 503)
         heard = b""
         with contextlib.suppress(ConnectionResetError):
             while piece := stream.recv(4096):
                 heard += piece
         assert b"event: leaving" in heard
-    poll.join(15)
+    poll.join(60)
     assert polled == [200]
     assert served.end() == 0
 
@@ -244,10 +245,10 @@ def test_two_instances_on_one_postgres(
         seen = two.ask("GET", f"/v1/sessions/{session['id']}", token)[1]
         assert seen["id"] == session["id"]
         # What happens through one is heard at the other, from where the first was left.
-        board = one.ask("GET", "/v1/board", token)[1]
+        dashboard = one.ask("GET", "/v1/dashboard", token)[1]
         with socket.create_connection(("127.0.0.1", two.port), timeout=20) as stream:
             stream.sendall(
-                f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nLast-Event-ID: {board['id']}\r\n\r\n".encode()
+                f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nLast-Event-ID: {dashboard['id']}\r\n\r\n".encode()
             )
             one.ask("DELETE", f"/v1/sessions/{session['id']}", token)
             heard = b""
@@ -280,7 +281,7 @@ def test_a_token_is_never_written_down(served_here: Home) -> None:
     session = served.ask("POST", "/v1/sessions", token, {"vram": "1GiB"})[1]["id"]
     wait_until(lambda: served.ask("GET", f"/v1/sessions/{session}", token)[1]["status"] == "active")
     environments = [Path(f"/proc/{served.process.pid}/environ").read_bytes()]
-    pid = finding.attendant_pid(served_here.settings)
+    pid = finding.session_host_pid(served_here.settings)
     environments.append(Path(f"/proc/{pid}/environ").read_bytes())
     assert served.end() == 0
     found = [
@@ -294,7 +295,7 @@ def test_a_token_is_never_written_down(served_here: Home) -> None:
     assert all(x["route"].startswith(("/", "-")) for x in lines if x["what"] == "request")
 
 
-def test_an_attendant_that_was_killed_is_started_again_though_nobody_asks(served_here: Home) -> None:
+def test_a_session_host_that_was_killed_is_started_again_though_nobody_asks(served_here: Home) -> None:
     """K3: whoever waits asks for nothing, and is served."""
     served = serve(served_here)
     ledger = wiring.open_ledger(served_here.settings)
@@ -303,11 +304,11 @@ def test_an_attendant_that_was_killed_is_started_again_though_nobody_asks(served
     wait_until(lambda: served.ask("GET", f"/v1/sessions/{first['id']}", token)[1]["status"] == "active")
     _, second = served.ask("POST", "/v1/sessions", token, {"vram": "12GiB"})
     wait_until(lambda: served.ask("GET", f"/v1/sessions/{second['id']}", token)[1]["status"] == "waiting")
-    pid = finding.attendant_pid(served_here.settings)
+    pid = finding.session_host_pid(served_here.settings)
     os.kill(pid, signal.SIGKILL)
     # Looked at in the ledger: a request would be a reason to start one.
     wait_until(lambda: status_of(ledger, second["id"]) is SessionStatus.ACTIVE)
-    assert finding.attendant_pid(served_here.settings) not in (0, pid)
+    assert finding.session_host_pid(served_here.settings) not in (0, pid)
     assert status_of(ledger, first["id"]) is SessionStatus.SUSPENDED
     assert served.end() == 0
 

@@ -1,4 +1,5 @@
-"""The service killed with -9 under load: sessions, waitlist and meters are right after each start, and no call is lost or run twice.
+"""The service killed with -9 under load: sessions, waitlist and meters are right after each start, and no
+call is lost or run twice.
 
 `SUBLET_SERVICE_KILLS` says how often; `make proof` says fifty.
 """
@@ -14,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from sublet.core.lease import LeaseState
-from tests.runtime.conftest import wait_until
-from tests.studio.conftest import Attended
+from sublet.core.leasing.lease import LeaseState
+from tests.homes import wait_until
+from tests.studio.conftest import HostedSessions
 from tests.studio.served import Caller, Served, token_for
 
 KILLS = int(os.environ.get("SUBLET_SERVICE_KILLS", "3"))
 
 
 @pytest.fixture
-def served(attended: Attended) -> Iterator[Served]:
-    made = Served(attended.home.environment, options=("--rate", "0", "--address-rate", "0"))
+def served(hosted: HostedSessions) -> Iterator[Served]:
+    made = Served(hosted.home.environment, options=("--rate", "0", "--address-rate", "0"))
     made.start()
     yield made
     if made.process is not None and made.process.poll() is None:
@@ -70,9 +71,9 @@ class User(threading.Thread):
         return []
 
 
-def test_sessions_waitlist_and_meters_outlive_the_service(attended: Attended, served: Served) -> None:
+def test_sessions_waitlist_and_meters_outlive_the_service(hosted: HostedSessions, served: Served) -> None:
     """K3, T4."""
-    tokens = {name: token_for(attended.ledger, name) for name in ("ann", "bea", "cem", "dee", "eli")}
+    tokens = {name: token_for(hosted.ledger, name) for name in ("ann", "bea", "cem", "dee", "eli")}
     callers = {name: Caller(served.port, token) for name, token in tokens.items()}
 
     def opened(name: str, vram: str) -> str:
@@ -82,11 +83,11 @@ def test_sessions_waitlist_and_meters_outlive_the_service(attended: Attended, se
 
     active = {name: opened(name, "4GiB") for name in ("ann", "bea", "cem")}
     for name, session in active.items():
-        attended.becomes("active", session, name)
+        hosted.becomes("active", session, name)
     waiting = {name: opened(name, "16GiB") for name in ("dee", "eli")}
     for name, session in waiting.items():
-        attended.becomes("waiting", session, name)
-    before = {s: attended.look(s, n).lease for n, s in (active | waiting).items()}
+        hosted.becomes("waiting", session, name)
+    before = {s: hosted.look(s, n).lease for n, s in (active | waiting).items()}
     over = threading.Event()
     users = [User(served.port, tokens[name], session, over) for name, session in active.items()]
     for user in users:
@@ -103,7 +104,7 @@ def test_sessions_waitlist_and_meters_outlive_the_service(attended: Attended, se
             assert lease is not None
             assert found["lease_id"] == lease.id
             assert found["status"] == ("active" if name in active else "waiting")
-        for usage in attended.ledger.session_usage():
+        for usage in hosted.ledger.session_usage():
             assert usage.gpu_us >= used.get(usage.session_id, 0)
             used[usage.session_id] = usage.gpu_us
     over.set()
@@ -114,8 +115,8 @@ def test_sessions_waitlist_and_meters_outlive_the_service(attended: Attended, se
         # Each call once, in order: none lost, none run twice.
         assert user.counted == list(range(1, len(user.counted) + 1))
         assert user.counted
-    places = [x.lease.id for x in reversed(attended.ledger.leases()) if x.lease.state is LeaseState.WAITING]
-    joined = {x.lease.id: x.lease.joined_at for x in attended.ledger.leases()}
+    places = [x.lease.id for x in reversed(hosted.ledger.leases()) if x.lease.state is LeaseState.WAITING]
+    joined = {x.lease.id: x.lease.joined_at for x in hosted.ledger.leases()}
     for session in waiting.values():
         lease = before[session]
         assert lease is not None
@@ -123,16 +124,16 @@ def test_sessions_waitlist_and_meters_outlive_the_service(attended: Attended, se
         assert lease.id in places
     for name, session in active.items():
         assert callers[name].until_answered("DELETE", f"/v1/sessions/{session}")[0] == 200
-    attended.becomes("active", waiting["dee"], "dee")
-    _meters_are_right(attended, before, active)
+    hosted.becomes("active", waiting["dee"], "dee")
+    _meters_are_right(hosted, before, active)
 
 
-def _meters_are_right(attended: Attended, before: dict[str, Any], active: dict[str, str]) -> None:
+def _meters_are_right(hosted: HostedSessions, before: dict[str, Any], active: dict[str, str]) -> None:
     """What a session used is what its leases used, to the microsecond."""
     ended = [before[session].id for session in active.values()]
-    wait_until(lambda: all(attended.ledger.look(i).lease.state is LeaseState.ENDED for i in ended))
-    by_lease = {u.lease_id: u.gpu_us for u in attended.ledger.usage()}
-    by_session = {u.session_id: u.gpu_us for u in attended.ledger.session_usage()}
+    wait_until(lambda: all(hosted.ledger.look(i).lease.state is LeaseState.ENDED for i in ended))
+    by_lease = {u.lease_id: u.gpu_us for u in hosted.ledger.usage()}
+    by_session = {u.session_id: u.gpu_us for u in hosted.ledger.session_usage()}
     for session in active.values():
-        lease = attended.ledger.look(before[session].id).lease
+        lease = hosted.ledger.look(before[session].id).lease
         assert by_session[session] == by_lease[lease.id] == lease.ended_at - lease.granted_at

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 import sublet
-from tests.remote.test_client import certificate as certificate
-from tests.studio.conftest import Attended
+from tests.client.test_http import certificate as certificate
+from tests.studio.conftest import HostedSessions
 from tests.studio.served import Served, token_for
 
 
-def test_a_session_over_tls(attended_here: Attended, certificate: Path) -> None:
-    token = token_for(attended_here.ledger, "ann")
+def test_a_session_over_tls(hosted_here: HostedSessions, certificate: Path) -> None:
+    token = token_for(hosted_here.ledger, "ann")
     served = Served(
-        attended_here.home.environment,
+        hosted_here.home.environment,
         options=("--tls-cert", str(certificate), "--tls-key", str(certificate)),
     )
     served.start()

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from sublet.core.token import Scope
-from tests.runtime.conftest import wait_until
-from tests.studio.conftest import GIB, Attended
+from sublet.core.studio.token import Scope
+from tests.homes import wait_until
+from tests.studio.conftest import GIB, HostedSessions
 from tests.studio.running import Running
 from tests.studio.served import Caller, Served, token_for
 
@@ -47,11 +47,11 @@ def worked(caller: Caller, code: str) -> str:
     return str(made["id"])
 
 
-def test_the_ledgers_counters_outlive_a_killed_service(attended_here: Attended) -> None:
-    operator = token_for(attended_here.ledger, "operator", Scope.OPERATOR)
-    served = Served(attended_here.home.environment)
+def test_the_ledgers_counters_outlive_a_killed_service(hosted_here: HostedSessions) -> None:
+    operator = token_for(hosted_here.ledger, "operator", Scope.OPERATOR)
+    served = Served(hosted_here.home.environment)
     served.start()
-    caller = Caller(served.port, token_for(attended_here.ledger, "ann"))
+    caller = Caller(served.port, token_for(hosted_here.ledger, "ann"))
     worked(caller, "1 + 1")
     before = scrape(served.port, operator)
     assert total(before, "sublet_lease_wait_seconds_count") >= 1
@@ -92,11 +92,11 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 
 def test_requests_sessions_and_calls_reach_a_collector(
-    attended_here: Attended, collector: tuple[str, list[bytes]]
+    hosted_here: HostedSessions, collector: tuple[str, list[bytes]]
 ) -> None:
     url, got = collector
-    token = token_for(attended_here.ledger, "ann")
-    served = Served(attended_here.home.environment | {"OTEL_EXPORTER_OTLP_ENDPOINT": url})
+    token = token_for(hosted_here.ledger, "ann")
+    served = Served(hosted_here.home.environment | {"OTEL_EXPORTER_OTLP_ENDPOINT": url})
     served.start()
     secret = "a word of the user's code"
     session = worked(Caller(served.port, token), f"x = {secret!r}; 1 / 0")

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from sublet.studio.metrics import TABLE, Meters
+from sublet.studio.views.metrics import TABLE, Meters
+from tests.conftest import repository
 from tests.ledger.rig import Rig
 
 ROOT = Path(__file__).parents[2]
-BOARD = ROOT / "deploy" / "grafana" / "sublet.json"
+BOARD = repository("deploy/grafana/sublet.json")
 PAGE = ROOT / "docs" / "how-to" / "watch-a-studio.md"
 NAME = re.compile(r"\b(?:sublet|DCGM|process)_[A-Za-z0-9_]+")
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import need
 from tests.forked import with_torch, with_trainers
-from tests.runtime.conftest import Home, engine, home, ledger_url, sqlite_home  # noqa: F401
+from tests.homes import Home
 from tests.training.processes import Job, Nursery
 
 #: Losses in each of the tests that lose a job at random steps; `make proof` asks for more.
@@ -52,7 +52,7 @@ def _there(module: str) -> bool:
 class Losing:
     """One job, started as often as it takes, lost on the way."""
 
-    def __init__(self, nursery: Nursery, home: Home, folder: Path) -> None:  # noqa: F811
+    def __init__(self, nursery: Nursery, home: Home, folder: Path) -> None:
         self.nursery = nursery
         self.home = home
         self.folder = folder
@@ -108,5 +108,5 @@ def random_losses(total: int, count: int, seed: int) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def losing(sqlite_home: Home, tmp_path: Path) -> Callable[[Nursery], Losing]:  # noqa: F811
+def losing(sqlite_home: Home, tmp_path: Path) -> Callable[[Nursery], Losing]:
     return lambda nursery: Losing(nursery, sqlite_home, tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-import sublet.hf
+import sublet.training.hf
 from tests.training.jobs import digest, tell
 
 
@@ -51,7 +51,7 @@ def train(name: str, plain: bool, epochs: int = 3) -> None:
             disable_tqdm=True, eval_strategy="steps", eval_steps=5,
         )  # fmt: skip
         trainer = Trainer(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[Telling()])
-        output = sublet.hf.train(
+        output = sublet.training.hf.train(
             trainer, name, every=int(os.environ.get("EVERY", "2")), vram="64MiB", ttl="10s", progress=False
         )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -14,8 +14,8 @@ import lightning.pytorch as pl
 import torch
 
 import sublet
-import sublet.lightning
-from sublet.runtime.train import Run
+import sublet.training.lightning
+from sublet.training.loop import Run
 from tests.training.jobs import Noisy, digest, small_net, tell
 
 
@@ -78,7 +78,7 @@ def fit(name: str, accumulate: int, workers: int = 0, epochs: int = 3) -> None:
             val_check_interval=4,
         )  # fmt: skip
         validate = torch.utils.data.DataLoader(Noisy(8), batch_size=4)
-        run = sublet.lightning.fit(
+        run = sublet.training.lightning.fit(
             trainer, module, name, train_dataloaders=data, val_dataloaders=validate,
             every=int(os.environ.get("EVERY", "2")), vram="64MiB", ttl="10s", progress=False,
         )  # fmt: skip
@@ -100,7 +100,7 @@ def refused(name: str) -> None:
     for kind in (torch.utils.data.DataLoader, StatefulDataLoader):
         data = kind(Noisy(8), batch_size=4)
         try:
-            sublet.lightning.fit(
+            sublet.training.lightning.fit(
                 trainer, Module(), name, train_dataloaders=data, vram="64MiB", ttl="10s", progress=False
             )
         except sublet.BadInput as e:

@@ -26,13 +26,14 @@ import cloudpickle
 import numpy as np
 
 import sublet
-import sublet.ledger.postgres
-import sublet.ledger.sqlite
-import sublet.store.opening
-import sublet.training
-from sublet import failpoints, wiring
-from sublet.core.effect import Effect, Head
-from sublet.core.journal import Entry
+import sublet.ledger.engines.postgres.engine
+import sublet.ledger.engines.sqlite.engine
+import sublet.store.replicas.opening
+import sublet.training.train
+from sublet import wiring
+from sublet.core.journal.chain import Entry
+from sublet.core.progress.effect import Effect, Head
+from sublet.machine import failpoints
 from sublet.ports.ledger import Ledger
 from sublet.settings import load_settings
 from tests.forked import MODULES, Forked, Origin, with_torch

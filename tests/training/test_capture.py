@@ -12,8 +12,8 @@ import numpy
 import pytest
 
 import sublet
-from sublet.runtime.capture import Captured, is_per_rank, put_random, put_value, take_random, take_value
 from sublet.store.tree import put_together, take_apart
+from sublet.training.capture import Captured, is_per_rank, put_random, put_value, take_random, take_value
 
 torch = pytest.importorskip("torch")
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import pytest
 
 from sublet import wiring
-from sublet.runtime.ranks import find_ranks
+from sublet.training.ranks import find_ranks
 from tests.forked import ROOT
 from tests.free_ports import free_port
-from tests.runtime.conftest import Home, process_is_gone
+from tests.homes import Home, process_is_gone
 from tests.training.conftest import LOSSES, Losing
 from tests.training.processes import Nursery, wait_for
 

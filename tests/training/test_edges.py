@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 import pytest
 
 import sublet
-from sublet.core import effect as effects
 from sublet.core.errors import Disconnected, Fenced, LeaseLost
-from sublet.runtime import runner, saves
-from sublet.runtime.progress_line import ProgressLine
+from sublet.core.progress import effect as effects
+from sublet.leases.progress_line import ProgressLine
 from sublet.store.checkpoints import CheckpointStore
-from sublet.training import leave_the_waitlist
+from sublet.training import saves, single_runner
+from sublet.training.train import leave_the_waitlist
 from sublet.wiring import open_ledger
-from tests.runtime.conftest import Home, wait_until
+from tests.homes import Home, wait_until
 from tests.training.rig import ended, forked, left_of, run_to_end, tell
 from tests.training.test_run import committed_step, holds_lease
 
@@ -181,7 +181,7 @@ def test_a_head_moved_by_somebody_else_ends_the_run(line: Line) -> None:
 
 def test_a_duplicate_commit_is_somebody_elses(line: Line) -> None:
     """It was not this state that became true."""
-    line.on_commit = [lambda key, commit: effects.Duplicate(7, "")]
+    line.on_commit = [lambda key, commit: effects.AlreadyCommitted(7, "")]
     run = begun(every=1)
     with pytest.raises(sublet.HeadMoved, match="version 7"):
         list(run.steps(1))
@@ -253,7 +253,7 @@ def test_a_warning_while_a_predecessor_is_waited_for(sqlite_home: Home, tmp_path
     run = begun(lease=lease)
 
     def work() -> None:
-        runner.PREDECESSOR_US = 30_000_000
+        single_runner.PREDECESSOR_US = 30_000_000
         ledger = open_ledger(sqlite_home.settings)
         real = ledger.effect
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import sublet
-from sublet.borrowing import ensure_tenant
-from sublet.core.lease import Holder, Request
+from sublet.core.leasing.lease import Holder, Request
+from sublet.leases.request import ensure_tenant
+from sublet.leases.warden.warden_process import ensure_warden
 from sublet.ports.ledger import LeaseKey
-from sublet.runtime import runner
-from sublet.wiring import ensure_warden
-from tests.runtime.conftest import Home, wait_until
+from sublet.training import single_runner
+from tests.homes import Home, wait_until
 from tests.training.rig import (
     CRASHED,
     Left,
@@ -268,7 +268,7 @@ def test_a_zombie_is_refused_and_its_job_taken_over_only_when_its_lease_is_dead(
     """Frozen past its expiry, held by name so that nobody kills it; then continued (S2)."""
 
     def waiting(seconds: int) -> None:
-        runner.PREDECESSOR_US = seconds * 1_000_000
+        single_runner.PREDECESSOR_US = seconds * 1_000_000
         walk("job", STEPS, every=1)
 
     pid = forked(lambda: walk("job", STEPS, every=1, pause=0.05, ttl="6s", holder="name"))
@@ -296,7 +296,7 @@ def test_of_two_runners_at_once_one_owns_the_job(home: Home, calm: Left, tmp_pat
     wait_until(lambda: committed_step("job") >= 1)
 
     def second() -> None:
-        runner.PREDECESSOR_US = 0
+        single_runner.PREDECESSOR_US = 0
         try:
             walk("job", STEPS, every=1)
         except sublet.EffectBusy as busy:
@@ -320,10 +320,10 @@ def test_a_predecessor_whose_host_is_gone_is_waited_for_until_its_ttl(
         ensure_tenant(home.settings, ledger, request.tenant)
         held = ledger.acquire("L-far", "secret", request, Holder(host="far-away"))
         key = LeaseKey("L-far", held.lease.epoch, "secret")
-        ledger.reserve(key, effect="train job", job="job", fingerprint=runner.RUNNER)
+        ledger.reserve(key, effect="train job", job="job", fingerprint=single_runner.RUNNER)
 
     def impatient() -> None:
-        runner.PREDECESSOR_US = 0
+        single_runner.PREDECESSOR_US = 0
         walk("job", STEPS)
 
     pid = forked(impatient)

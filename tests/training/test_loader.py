@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sublet
-from sublet.core.batches import Batches
-from sublet.runtime.data import order_of
+from sublet.core.progress.batches import Batches
+from sublet.training.data import order_of
 from tests.training.conftest import LOSSES, Losing, random_losses
 from tests.training.processes import Nursery
 

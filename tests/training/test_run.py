@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import sublet
-from sublet.core.lease import EndReason, LeaseState
-from sublet.runtime import saves
-from sublet.runtime.progress_line import ProgressLine
+from sublet.core.leasing.lease import EndReason, LeaseState
+from sublet.leases.progress_line import ProgressLine
 from sublet.store.checkpoints import CheckpointStore
-from tests.runtime.conftest import Home, wait_until
+from sublet.training import saves
+from tests.homes import Home, wait_until
 from tests.training.rig import (
     CRASHED,
     Left,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import sublet
-from sublet.core.lease import EndReason
-from sublet.runtime.holding import Lease
+from sublet.core.leasing.lease import EndReason
+from sublet.leases.lease import Lease
 from sublet.wiring import open_ledger
-from tests.runtime.conftest import Home, wait_until
+from tests.homes import Home, wait_until
 from tests.training.rig import ended, forked, looking, run_to_end
 
 ADD = """

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 import sublet
-from sublet.core.checkpoint import ReplicaPolicy
+from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.store.checkpoints import CheckpointStore
-from tests.runtime.conftest import Home
+from tests.homes import Home
 from tests.store.servers import Proxy, Seaweed, Server, moto
 from tests.training.processes import wait_for
 from tests.training.rig import calm_walk, check_walk, ended, forked, has_ended, looking, tell, walk
@@ -289,7 +289,7 @@ def _committed(job: str) -> int:
 def _ps() -> str:
     from click.testing import CliRunner
 
-    from sublet.cli.listings import ps
+    from sublet.cli.leases.listings import ps
 
     shown = CliRunner().invoke(ps, ["--json"])
     assert shown.exit_code == 0, shown.output

@@ -1,4 +1,4 @@
-"""`sublet …`: which command lives where, and how an error leaves the program.
+"""`sublet …`: which module has which command, and how an error is reported.
 
 Rules of this file:
 - Commands are loaded when called, so `sublet --help` imports none of them.
@@ -23,6 +23,7 @@ from sublet.core.errors import (
     Misconfigured,
     NotDurable,
     Refused,
+    ResumeDiffers,
     Stale,
     SubletError,
     Unauthorized,
@@ -40,46 +41,56 @@ EXIT_CODES: dict[type[SubletError], int] = {
     LeaseLost: 76,
     Unauthorized: 77,
     Misconfigured: 78,
+    ResumeDiffers: 79,
     SubletError: 1,
 }
 
 #: Command to (module, its line in --help). The order is the order of --help.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": (
-        "demo",
+        "demo.demo",
         "A tour of about a minute: trains through every kind of loss, and proves that nothing was lost.",
     ),
-    "run": ("run", "Any command under a lease: told before it is lost, started again after it."),
-    "logs": ("runs", "What a run printed; -f follows it over every restart."),
-    "attach": ("runs", "Follow a run live; Ctrl-C detaches."),
-    "cancel": ("runs", "Tell a run to leave; said twice, it is killed."),
+    "run": ("runs.run", "Any command under a lease: told before it is lost, started again after it."),
+    "logs": ("runs.runs", "What a run printed; -f follows it over every restart."),
+    "attach": ("runs.runs", "Follow a run live; Ctrl-C detaches."),
+    "cancel": ("runs.runs", "Tell a run to leave; said twice, it is killed."),
     "work": (
-        "work",
+        "queues.work",
         "Work off a queue: a GPU leased, the model kept loaded, items batched, drained when told.",
     ),
-    "gpus": ("listings", "Devices: what is free, who is on them, what is withheld."),
-    "ps": ("listings", "Leases and waiters, each with its reason."),
-    "lease": ("lease", "Acquire, renew, release or show one lease."),
-    "revoke": ("operate", "Take a lease back, with a reason and a grace."),
-    "quarantine": ("operate", "Devices withheld after a teardown that was not proven."),
-    "checkpoint": ("checkpoint", "Saved states: list them, look into them, verify and repair their copies."),
-    "block": ("block", "Block leases: durable values by locator; list, look into, remove, sweep."),
+    "gpus": ("leases.listings", "Devices: what is free, who is on them, what is withheld."),
+    "ps": ("leases.listings", "Leases and waiters, each with its reason."),
+    "lease": ("leases.lease", "Acquire, renew, release or show one lease."),
+    "revoke": ("leases.operate", "Take a lease back, with a reason and a grace."),
+    "quarantine": ("leases.operate", "Devices withheld after a teardown that was not proven."),
+    "checkpoint": (
+        "checkpoints.checkpoint",
+        "Saved states: list them, look into them, verify and repair their copies.",
+    ),
+    "block": ("leases.block", "Block leases: durable values by locator; list, look into, remove, sweep."),
     "queue": (
-        "queue",
+        "queues.queue",
         "Queues of items, each done once: publish, look, redrive, purge, pause, export, prove.",
     ),
-    "audit": ("audit", "Prove from the ledger that every step and effect was committed once."),
-    "report": ("report", "Goodput, waste, losses, refunds and cost, by job, tenant, tier or day."),
-    "drill": ("drill", "Run a command undisturbed and under losses, and compare: bit-equal, and proven."),
-    "sim": ("sim", "Replay a recorded workload in virtual time, with the decisions of the live system."),
-    "tenant": ("tenant", "Who may lease: add, list, change, remove."),
-    "quota": ("tenant", "What a tenant may hold and what it has used."),
-    "price": ("price", "What a GPU-hour costs, by device class and tier."),
-    "journal": ("journal", "Every decision, hash-chained: follow it, verify it, seal it."),
-    "migrate": ("migrate", "Bring the ledger to this version; back it up, put a backup back."),
-    "serve": ("serve", "The studio over HTTP: sessions, board, events and the page, for many tenants."),
-    "warden": ("warden", "The host's enforcing loop (started by itself when needed)."),
-    "doctor": ("doctor", "Every setting with its origin, and a check of every part."),
+    "audit": ("runs.audit", "Prove from the ledger that every step and effect was committed once."),
+    "report": ("studio.report", "Goodput, waste, losses, refunds and cost, by job, tenant, tier or day."),
+    "drill": (
+        "runs.drill",
+        "Run a command undisturbed and under losses, and compare: bit-equal, and proven.",
+    ),
+    "sim": ("sim.sim", "Replay a recorded workload in virtual time, with the decisions of the live system."),
+    "tenant": ("studio.tenant", "Who may lease: add, list, change, remove."),
+    "quota": ("studio.tenant", "What a tenant may hold and what it has used."),
+    "price": ("studio.price", "What a GPU-hour costs, by device class and tier."),
+    "journal": ("ledger.journal", "Every decision, hash-chained: follow it, verify it, seal it."),
+    "migrate": ("ledger.migrate", "Bring the ledger to this version; back it up, put a backup back."),
+    "serve": (
+        "studio.serve",
+        "The studio over HTTP: sessions, dashboard, events and the page, for many tenants.",
+    ),
+    "warden": ("leases.warden", "The host's enforcing loop (started by itself when needed)."),
+    "doctor": ("doctor.doctor", "Every setting with its origin, and a check of every part."),
 }
 
 
@@ -131,12 +142,13 @@ def complain(error: SubletError, *, as_json: bool) -> None:
 
 
 def _reader_is_gone() -> None:
-    """As in `sublet ps | head`: that is its right. What is still to be written goes nowhere."""
+    """The reader may leave, as in `sublet ps | head`: the rest of the output is dropped."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _say_the_rest() -> None:
-    """Where nobody reads any more, behind a pipe or on a terminal that was closed, it is dropped: the exit code says how it went."""
+    """Where nobody reads any more, behind a pipe or on a terminal that was closed, it is dropped: the exit
+    code says how it went."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             if stream is not None:

@@ -25,12 +25,13 @@ def archive_option(command: F) -> F:
         "archived",
         type=click.Path(exists=True, path_type=Path),
         multiple=True,
-        help="What 'sublet journal prune' wrote: its folder, or its files. Then everything is looked at, from the first row.",
+        help="What 'sublet journal prune' wrote: its folder, or its files. Then everything is looked "
+        "at, from the first row.",
     )(command)
 
 
 def day(at_us: int) -> str:
-    """In UTC, as sums of days are."""
+    """The day in UTC, as sums of days use it."""
     return datetime.fromtimestamp(at_us / 1e6, UTC).strftime("%Y-%m-%d")
 
 
@@ -104,7 +105,7 @@ def instant(us: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Without what would steer a terminal: for texts that programs wrote, such as an error's."""
+    """Remove what would steer a terminal, from texts that programs wrote, such as an error's."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

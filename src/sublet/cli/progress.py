@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on a terminal's standard error, nothing anywhere else."""
+"""The progress of long work: a bar on a terminal's standard error, nothing anywhere else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Progress = Callable[[str, int, int], None]
 
 @contextlib.contextmanager
 def progress_bar(*, sizes: bool = False, rate: bool = False) -> Iterator[Progress]:
-    """Give the work a function to call with what it does, how much of it is done, and how much there is (0: not known)."""
+    """Give the work a function to call with what it does, how much of it is done, and how much there is (0:
+    not known)."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
@@ -26,9 +27,7 @@ def progress_bar(*, sizes: bool = False, rate: bool = False) -> Iterator[Progres
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
-    from rich.progress import (
-        Progress as Bars,
-    )
+    from rich.progress import Progress as Bars
     from rich.text import Text
 
     class RateColumn(ProgressColumn):

@@ -3,7 +3,8 @@
 Rules of this file:
 - A family says what to do: `Refused` wait or ask for less, `LeaseLost` reacquire, `Stale` reload or stop,
   `NotDurable` it was not saved, `DeviceFault` go elsewhere, `Disconnected` retry with a limit,
-  `BadInput` correct the request, `Misconfigured` correct the installation, `Unauthorized` use another token.
+  `BadInput` correct the request, `Misconfigured` correct the installation, `Unauthorized` use another token,
+  `ResumeDiffers` save what was left out.
 - `InvariantBroken` is our bug. Nothing catches it.
 - A class's docstring is its default message; `code` is stable across releases and surfaces; `remedy` is the
   next thing to do. A message never holds a secret, a path inside the service, or a connection string.
@@ -52,7 +53,7 @@ class NothingSaved(NotFound):
 
 
 class CallFailed(BadInput):
-    """The function raised an exception in the leased worker that cannot be sent back as it was; the worker is still usable."""
+    """The function raised an exception in the worker that cannot be sent back; the worker is still usable."""
 
     code = "call_failed"
     remedy = "its traceback is in the cause; correct the function and call again"
@@ -62,7 +63,10 @@ class NotJson(BadInput):
     """An item or a result is not made of texts, numbers, lists and dicts; nothing was stored."""
 
     code = "not_json"
-    remedy = "send what JSON can hold: array.tolist(), str(path); put bytes in a file or a checkpoint and send its name"
+    remedy = (
+        "send what JSON can hold: array.tolist(), str(path); put bytes in a file or a checkpoint and "
+        "send its name"
+    )
 
 
 class TooLarge(BadInput):
@@ -184,7 +188,10 @@ class WorkerLost(LeaseLost):
     """The leased worker ended under the call; what it had committed is safe, the call has no result."""
 
     code = "worker_lost"
-    remedy = "call again: a new lease and a new worker are taken; the function must not mind having been begun before"
+    remedy = (
+        "call again: a new lease and a new worker are taken; the function must not mind having been "
+        "begun before"
+    )
 
     def __init__(
         self,
@@ -280,7 +287,10 @@ class NotReproduced(Stale):
     """The disturbed run did not end with the state of the undisturbed one."""
 
     code = "not_reproduced"
-    remedy = "give sublet.train everything the run depends on (model, optimizer, data, random generators of its own)"
+    remedy = (
+        "give sublet.train everything the run depends on (model, optimizer, data, random generators "
+        "of its own)"
+    )
 
 
 class NotDurable(SubletError):
@@ -297,11 +307,24 @@ class Unsavable(BadInput):
     remedy = "save what it is made of: numbers, texts, lists, dicts and tensors"
 
 
+class ResumeDiffers(SubletError):
+    """Steps that were repeated after a resume came out differently; what is committed stays."""
+
+    code = "resume_differs"
+    remedy = (
+        "what differs is not part of the state: make it a part of it, or compute it from what is saved; with "
+        "verify 'never' (SUBLET_VERIFY) it goes on all the same"
+    )
+
+
 class QuorumNotReached(NotDurable):
     """Too few replicas confirmed the save; the head is where it was."""
 
     code = "quorum_not_reached"
-    remedy = "bring the named replicas back, or save with a policy that needs fewer; 'sublet checkpoint repair' catches them up"
+    remedy = (
+        "bring the named replicas back, or save with a policy that needs fewer; 'sublet checkpoint "
+        "repair' catches them up"
+    )
 
 
 class Damaged(NotDurable):
@@ -312,7 +335,7 @@ class Damaged(NotDurable):
 
 
 class Unreached(Damaged):
-    """A part of this checkpoint cannot be read now: replicas that may have it do not answer; nothing is known to be lost."""
+    """Part of this checkpoint cannot be read: replicas that may have it do not answer; no loss is known."""
 
     code = "unreached"
     remedy = "bring the named replicas back and try again; 'sublet doctor' tries each of them"
@@ -368,7 +391,7 @@ class Disconnected(SubletError):
 
 
 class GpuUnavailable(Disconnected):
-    """GPU unavailable: the ledger cannot be reached. Nothing was run, and the notebook's own variables are untouched."""
+    """GPU unavailable: the ledger cannot be reached. Nothing was run, and the variables are untouched."""
 
     code = "gpu_unavailable"
     remedy = "rerun the cell in a moment; 'sublet doctor' says what cannot be reached"

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: From a notice to the end, unless somebody says otherwise: what Kubernetes gives a pod on a reclaimed spot
+#: node. It is the default of every `--grace` and of `Policy.grace_us`, which a ledger stores when it is made.
+#: The page's dialog (`studio/page/acts.js`) repeats it, and a test compares.
+DEFAULT_GRACE = "15s"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:

@@ -162,7 +162,8 @@ def format_duration(us: int) -> str:
 
 
 def format_size(size: int) -> str:
-    """The shortest exact unit if there is a short one, else a tenth of a decimal one: '16GiB', '8GB', '1.5GB'."""
+    """The shortest exact unit if there is a short one, else a tenth of a decimal one: '16GiB', '8GB',
+    '1.5GB'."""
     if size < 0:
         return "-" + format_size(-size)
     exact = [

@@ -1,1 +1,1 @@
-"""The transactional truth. `sqlite.py` and `postgres.py` are engines; the verbs between them are written once."""
+"""The ledger: engines for two databases, and verbs written once for both."""

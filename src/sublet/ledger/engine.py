@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from sublet.core.errors import SubletError
 from sublet.ledger.tx import Row, Tx
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """Implemented by `sqlite` and `postgres`."""
+    """Implemented in `engines/sqlite` and `engines/postgres`."""
 
     def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T: ...
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T: ...
     def at_once(self, work: Callable[[], T]) -> T:
-        """Every `read` of this thread inside is of one transaction."""
+        """Every `read` of this thread inside `work` belongs to one transaction."""
 
     def glance(self, sql: str, *params: object) -> Row | None:
-        """One statement that reads, without a transaction around it: for what is asked at every request."""
+        """Run one reading statement without a transaction, for what is asked at every request."""
 
     def confirm(self, sql: str, *params: object) -> Row | None:
-        """As `glance`, and what it saw is on disk when it answers: whoever is told of it is told something that outlives a crash."""
+        """As `glance`, and what it saw is on disk when it returns, so that it outlives a crash."""
 
     def now(self) -> int: ...
     def ring(self, topics: set[str]) -> None: ...
@@ -36,18 +36,23 @@ class Engine(Protocol):
 
 
 def raised(result: T | SubletError) -> T:
-    """A refusal comes out of its transaction as a value, so that the transaction commits what it wrote about it."""
+    """Raise a refusal. It leaves its transaction as a value, so that the transaction commits its journal
+    row."""
     if isinstance(result, SubletError):
         raise result
     return result
 
 
 class Verbs:
+    """The one way from a verb to its transaction."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def _write(self, work: Callable[[Tx], Any], *, durable: bool, patience_us: int | None = None) -> Any:
+    def _write(
+        self, work: Callable[[Tx], T | SubletError], *, durable: bool, patience_us: int | None = None
+    ) -> T:
         return raised(self.engine.write(work, durable=durable, patience_us=patience_us))
 
-    def _read(self, work: Callable[[Tx], Any]) -> Any:
-        return raised(self.engine.read(work))
+    def _read(self, work: Callable[[Tx], T | SubletError], *, patience_us: int | None = None) -> T:
+        return raised(self.engine.read(work, patience_us=patience_us))

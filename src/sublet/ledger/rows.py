@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sublet.core.device import Device, DeviceState, Exclusivity, Slice
-from sublet.core.effect import Effect, Head
-from sublet.core.journal import StrandEnd
-from sublet.core.lease import EndReason, Holder, Lease, LeaseState, Request, Tier
-from sublet.core.session import OfferAnswer, StudioSession
-from sublet.core.spread import Spread
-from sublet.core.tenancy import Tenant
+from sublet.core.journal.chain import StrandEnd
+from sublet.core.leasing.lease import EndReason, Holder, LeaseRecord, LeaseState, Request, Tier
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.progress.effect import Effect, Head
+from sublet.core.scheduling.device import Device, DeviceState, Exclusivity, Slice
+from sublet.core.scheduling.spread import Spread
+from sublet.core.studio.session import OfferAnswer, StudioSession
 from sublet.ledger.tx import Row
 
+
+def _insert(table: str, columns: str) -> str:
+    return f"INSERT INTO {table} ({columns}) VALUES ({','.join('?' * len(columns.split(',')))})"
+
+
 LEASE_COLUMNS = (
-    "id, tenant, job, tier, exclusivity, asked_bytes, least_bytes, wants_offers, device_count, ttl_us, wait_us, "
-    "only_host, hold_cap_us, host, pid, pid_started, secret_hash, state, epoch, vram_bytes, slices, joined_at, "
-    "granted_at, expires_at, deadline_at, ended_at, settled_at, reason, detail, busy, active_at, committed_at, "
+    "id, tenant, job, tier, exclusivity, asked_bytes, least_bytes, wants_offers, device_count, ttl_us, "
+    "wait_us, "
+    "only_host, hold_cap_us, host, pid, pid_started, secret_hash, state, epoch, vram_bytes, slices, "
+    "joined_at, "
+    "granted_at, expires_at, deadline_at, ended_at, settled_at, reason, detail, busy, active_at, "
+    "committed_at, "
     "preemptions, claimed, seen_at, wait_until, offer_until, strand_seq, strand_hash, strand_anchor, "
     "spread, seats"
 )
-INSERT_LEASE = f"INSERT INTO lease ({LEASE_COLUMNS}) VALUES ({','.join('?' * len(LEASE_COLUMNS.split(',')))})"
+INSERT_LEASE = _insert("lease", LEASE_COLUMNS)
 SELECT_LEASE = f"SELECT {LEASE_COLUMNS} FROM lease"
 
 LEASE_BY_ID = f"{SELECT_LEASE} WHERE id = ?"
@@ -80,8 +88,8 @@ def slices_of(text: str) -> tuple[Slice, ...]:
     return tuple(Slice(device, int(size)) for device, _, size in pairs)
 
 
-def lease_of(r: Row) -> Lease:
-    return Lease(
+def lease_of(r: Row) -> LeaseRecord:
+    return LeaseRecord(
         id=r[0],
         request=_request(r[1], r[5], r[9], r[8], r[6], r[7], r[4], r[3], r[10], r[12], r[11], r[2], r[40]),
         holder=_holder(r[13], r[14], r[15]),
@@ -118,7 +126,7 @@ def strand_end_of(r: Row) -> StrandEnd:
     return StrandEnd(r[37], r[38])
 
 
-def lease_values(lease: Lease, secret_hash: str, end: StrandEnd, anchor: str) -> tuple[object, ...]:
+def lease_values(lease: LeaseRecord, secret_hash: str, end: StrandEnd, anchor: str) -> tuple[object, ...]:
     q = lease.request
     return (
         lease.id,
@@ -167,7 +175,8 @@ def lease_values(lease: Lease, secret_hash: str, end: StrandEnd, anchor: str) ->
 
 
 DEVICE_COLUMNS = (
-    "id, host, driver, ordinal, name, capacity_bytes, free_bytes, state, leases, session_leases, device_leases, "
+    "id, host, driver, ordinal, name, capacity_bytes, free_bytes, state, leases, session_leases, "
+    "device_leases, "
     "sole_tenant, note"
 )
 SELECT_DEVICE = f"SELECT {DEVICE_COLUMNS} FROM device"
@@ -192,7 +201,8 @@ def device_of(r: Row) -> Device:
 
 
 TENANT_COLUMNS = (
-    "name, weight, max_leases, max_vram_bytes, max_waiting, live_leases, live_bytes, waiting, used_us, rate_ppm, "
+    "name, weight, max_leases, max_vram_bytes, max_waiting, live_leases, live_bytes, waiting, used_us, "
+    "rate_ppm, "
     "as_of, cooldown_until, gpu_us_per_day, left_us, left_at, max_sessions, max_storage_bytes"
 )
 SELECT_TENANT = f"SELECT {TENANT_COLUMNS} FROM tenant"
@@ -221,7 +231,10 @@ def tenant_of(r: Row) -> Tenant:
     )
 
 
-HEAD_COLUMNS = "job, tenant, version, step, digest, cursor_text, epoch, committed_at, strand_seq, strand_hash, floor, sweeps"
+HEAD_COLUMNS = (
+    "job, tenant, version, step, digest, cursor_text, epoch, committed_at, "
+    "strand_seq, strand_hash, floor, sweeps"
+)
 
 
 def head_of(r: Row) -> Head:
@@ -256,11 +269,13 @@ def effect_of(r: Row) -> Effect:
 
 
 SESSION_COLUMNS = (
-    "id, tenant, name, host, checkpoint, warm_us, asked_bytes, least_bytes, wants_offers, device_count, ttl_us, exclusivity, "
-    "tier, wait_us, hold_cap_us, only_host, job, lease_id, leases, wanted, answer, opened_at, active_at, ended_at, detail, "
+    "id, tenant, name, host, checkpoint, warm_us, asked_bytes, least_bytes, wants_offers, device_count, "
+    "ttl_us, exclusivity, "
+    "tier, wait_us, hold_cap_us, only_host, job, lease_id, leases, wanted, answer, opened_at, active_at, "
+    "ended_at, detail, "
     "calls, errors, launches, checkpoint_bytes, version"
 )
-INSERT_SESSION = f"INSERT INTO studio_session ({SESSION_COLUMNS}) VALUES ({','.join('?' * len(SESSION_COLUMNS.split(',')))})"
+INSERT_SESSION = _insert("studio_session", SESSION_COLUMNS)
 _SESSION_WIDTH = len(SESSION_COLUMNS.split(","))
 
 
@@ -336,6 +351,6 @@ def session_values(s: StudioSession) -> tuple[object, ...]:
     )
 
 
-def session_lease_of(r: Row) -> Lease | None:
-    """Of a row of `SELECT_SESSION`."""
+def session_lease_of(r: Row) -> LeaseRecord | None:
+    """The lease in a row of `SELECT_SESSION`."""
     return lease_of(r[_SESSION_WIDTH:]) if r[_SESSION_WIDTH] is not None else None

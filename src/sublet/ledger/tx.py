@@ -1,8 +1,8 @@
 """A transaction as the verbs see it, the same for both engines.
 
 Rules of this file:
-- SQL is written once with `?` placeholders in the part of the language both engines share. What differs (how to lock
-  a row, what time it is) is a method here.
+- SQL is written once with `?` placeholders in the part of the language both engines share. What differs (how
+  to lock a row, what time it is) is a method here.
 - `now` exists only after a lock was taken: a time read before waiting for a lock is a time in the past.
 - The pool row is loaded at most once and written back at most once, at the end.
 """
@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sublet.core import journal as chain
-from sublet.core.policy import Policy
-from sublet.ports.topics import JOURNAL_TOPIC
+from sublet.core.journal import chain as chain
+from sublet.core.leasing.policy import Policy
+from sublet.ports.bell import JOURNAL_TOPIC
 
 Row = tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class Pool:
+class PoolRow:
     """The pool row inside one transaction."""
 
     epoch: int
@@ -37,6 +37,9 @@ class Pool:
         if self._policy is None:
             self._policy = policy_of(self.policy_text)
         return self._policy
+
+    def set_policy(self, policy: Policy) -> None:
+        self.policy_text, self._policy, self.dirty = policy.to_text(), policy, True
 
     def next_epoch(self) -> int:
         self.epoch += 1
@@ -64,25 +67,26 @@ class Tx(Protocol):
     def rows(self, sql: str, *params: object) -> list[Row]: ...
     def row(self, sql: str, *params: object) -> Row | None: ...
     def stream(self, sql: str, *params: object) -> Iterator[Row]:
-        """One row after the other, however many there are."""
+        """Yield rows one at a time, however many there are."""
 
     def run(self, sql: str, *params: object) -> int:
-        """How many rows it changed."""
+        """Returns how many rows it changed."""
 
     def run_many(self, sql: str, rows: Sequence[Sequence[object]]) -> int:
-        """The same statement for each row of values. How many rows it changed in all."""
+        """Run the statement for each row of values. Returns how many rows it changed in all."""
 
     def run_all(self, sql: str, rows: Sequence[Sequence[object]]) -> bool:
-        """The same statement for each row of values. False, and nothing is changed, unless each changed one row."""
+        """Run the statement for each row of values. False, with nothing changed, unless each changed one
+        row."""
 
     def locked(self, sql: str, *params: object, of: str = "") -> Row | None:
-        """The row, locked until the end of the transaction; of a join, `of` names the table whose row that is."""
+        """The row, locked until the end of the transaction. In a join, `of` names the table to lock."""
 
     def free_rows(self, sql: str, *params: object) -> list[Row]:
-        """Rows, locked; those somebody else has locked are left out."""
+        """Rows, locked; rows locked by others are left out."""
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> PoolRow:
         """The pool row, locked."""
 
     @property
@@ -90,7 +94,7 @@ class Tx(Protocol):
         """The ledger's clock, read after the lock."""
 
     def others(self) -> tuple[int, int]:
-        """As this transaction sees it: all older than the first are over, and none had begun from the second on."""
+        """(xmin, xmax): transactions older than the first are over, and none had begun from the second on."""
 
 
 def write_main(tx: Tx, kind: str, tenant: str, subject: str, body: dict[str, object]) -> str:

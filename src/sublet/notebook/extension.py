@@ -22,7 +22,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def bench_of(shell: Any) -> Any:
-    """What stands behind the magics of a shell, for programs that want the figures themselves."""
+    """The workbench behind a shell's magics, for programs that want its figures."""
     return shell.magics_manager.registry["GpuMagics"].bench
 
 

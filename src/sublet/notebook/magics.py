@@ -1,8 +1,9 @@
 """`%%gpu` and `%gpu`.
 
 Rules of this file:
-- Words in, a cell out: what a cell is and what becomes of it is `runtime/cell.py`; how it looks is `notebook/panel.py`.
-- A cell that cannot run costs nothing: it is read, and its options are checked, before a GPU is asked for.
+- It turns a line and a cell into a run: `cells/notebook_lease.py` runs the cell, and `panel.py` shows the
+  outcome.
+- A cell that cannot run costs nothing: it is parsed, and its options are checked, before a GPU is requested.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
-from sublet.core.cell_names import names_of
+from sublet.core.cells.names import names_of
 from sublet.core.errors import SubletError
-from sublet.notebook.cell_source import commented, enter, texts_of
-from sublet.notebook.front import Front, brief, cell_error, rendered, syntax_error
+from sublet.notebook.cells.notebook_lease import CellOutcome, CellSource
+from sublet.notebook.cells.source import commented, enter, texts_of
 from sublet.notebook.options import CELL_HELP, LINE_HELP, BadOption, parse_cell, parse_line
-from sublet.notebook.panel import Panel
+from sublet.notebook.panel import GpuPanel
+from sublet.notebook.screen import Frontend, brief, cell_error, rendered, syntax_error
 from sublet.notebook.workbench import Workbench
-from sublet.runtime.cell_wish import Ran, Source
 
 _MISSING_NAME = re.compile(r"name '(\w+)' is not defined")
 
@@ -34,9 +35,9 @@ class GpuMagics(Magics):
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
-        self.front = Front(shell)
+        self.front = Frontend(shell)
         self.bench = Workbench(self.front)
-        self.panel = Panel(self.front, self.bench)
+        self.panel = GpuPanel(self.front, self.bench)
 
     @no_var_expand
     @line_cell_magic
@@ -45,7 +46,7 @@ class GpuMagics(Magics):
         try:
             if cell is None:
                 return self._line(line)
-            if self.bench.plainly():
+            if self.bench.runs_in_process():
                 return print(CELL_HELP) if parse_cell(line) is None else self._here(cell)
             raised = self._cell(line, cell)
         except BadOption as e:
@@ -54,34 +55,35 @@ class GpuMagics(Magics):
             raise brief(e) from None
         except KeyboardInterrupt as e:
             raise rendered(e, ("KeyboardInterrupt",)) from None
-        if raised is not None:  # by the cell itself: not an error of ours, whatever its class
+        if raised is not None:  # raised by the cell itself: not an error of ours, whatever its class
             raise raised
         return None
 
     # the cell
 
     def as_it_is(self, lines: list[str]) -> list[str]:
-        """Where cells run plainly, one under %%gpu is a cell like any other: with `await`, its own lines in a traceback, its own result."""
-        if lines and re.match(r"%%gpu\b", lines[0]) and self.bench.plainly():
+        """An input transformer: where cells run without a lease, a %%gpu cell becomes a plain cell."""
+        if lines and re.match(r"%%gpu\b", lines[0]) and self.bench.runs_in_process():
             with contextlib.suppress(BadOption):  # the magic says so
                 if parse_cell(lines[0].removeprefix("%%gpu")) is not None:
                     return [f"#{lines[0]}", *lines[1:]]
         return lines
 
     def _cell(self, line: str, cell: str) -> BaseException | None:
-        """What is to be raised, if anything."""
+        """Runs the cell; returns what to raise, if anything."""
         wish = parse_cell(line)
         if wish is None:
             print(CELL_HELP)
             return None
         source = self._source(line, cell)
-        if not isinstance(source, Source):
+        if not isinstance(source, CellSource):
             return source
         return self._show(self.bench.run(wish, source, self.shell.user_ns))
 
-    def _source(self, line: str, cell: str) -> Source | BaseException:
+    def _source(self, line: str, cell: str) -> CellSource | BaseException:
         header = f"%%gpu {line}".rstrip()
-        # One line for the magic, so that a traceback names the notebook's own lines. A magic of the whole cell must be its first.
+        # One line for the magic, so that a traceback names the notebook's own lines. A magic of the whole
+        # cell must be its first.
         nested = cell.lstrip().startswith("%%")
         body = cell.lstrip() if nested else f"{commented(header)}\n{cell}"
         count = len(self.shell.user_ns.get("In", [""])) - 1
@@ -93,7 +95,7 @@ class GpuMagics(Magics):
             e.filename = name
             lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, e, None)
             return syntax_error(str(e.msg), tuple(lines))
-        return Source(
+        return CellSource(
             body=body,
             header=header,
             name=name,
@@ -104,7 +106,7 @@ class GpuMagics(Magics):
             colors=str(self.shell.colors),
         )
 
-    def _show(self, ran: Ran) -> BaseException | None:
+    def _show(self, ran: CellOutcome) -> BaseException | None:
         report = ran.report
         if report is not None and report.result and ran.error is None:
             self.front.remember_result(ran.result)
@@ -118,7 +120,7 @@ class GpuMagics(Magics):
         return brief(ran.error) if ran.error is not None else None
 
     def _here(self, cell: str) -> Any:
-        """Plainly, in this process: it has its GPU already, or SUBLET_DISABLE=1."""
+        """Runs the cell in this process, which has its GPU already or has SUBLET_DISABLE=1."""
         tree = ast.parse(self.shell.transform_cell(cell), "<%%gpu>")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         space = self.shell.user_ns

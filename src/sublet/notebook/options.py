@@ -1,7 +1,7 @@
-"""What may stand behind `%%gpu` and `%gpu`: words in, a checked wish out.
+"""The options of `%%gpu` and `%gpu`: a line in, checked options out.
 
 Rules of this file:
-- Wrong words are told at once, with what would be right, before anything is leased.
+- A wrong option is reported at once, with what would be right, before anything is leased.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import argparse
 import functools
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from sublet.core.device import parse_exclusivity
 from sublet.core.errors import BadInput
-from sublet.core.lease import MAX_TTL_US, MIN_TTL_US, parse_tier
+from sublet.core.leasing.lease import MAX_TTL_US, MIN_TTL_US, parse_tier
+from sublet.core.leasing.options import DEFAULT_TTL, DEFAULT_VRAM, GpuOptions
+from sublet.core.scheduling.device import parse_exclusivity
 from sublet.core.values import format_duration, parse_duration, parse_size, parse_size_range
-from sublet.runtime.cell_wish import Wish
 
 VERBS = ("status", "cost", "release", "quota", "history", "restore")
 
@@ -26,7 +27,7 @@ CELL_HELP = """Run this cell on a leased GPU:  %%gpu [options]
   --ttl 5m           how long the GPU stays warm after the last cell (5m)
   --tier TIER        interactive, batch or spot (interactive)
   --count 2          devices, all or none (1)
-  --keep model,step  saved after the cell and every so often during it; a rerun after a loss goes on from there
+  --keep model,step  saved after the cell and regularly during it; a rerun after a loss goes on from there
   --every 30s        how often during the cell (30s)
   --in a,b           exactly these variables go along (those the cell reads); they do not come back
   --out c            exactly these come back (those the cell binds or changes)
@@ -48,8 +49,31 @@ LINE_HELP = """Look after this notebook's GPU:  %gpu [status|cost|release|quota|
   restore   put what was kept back into the notebook's variables; JOB: of another notebook or kernel"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellOptions:
+    """The checked options of a `%%gpu` line."""
+
+    gpu: GpuOptions = field(default_factory=GpuOptions)
+    warm_us: int | None = None  # the ttl, if the line says one: it counts for a warm lease too
+    takes: tuple[str, ...] | None = None  # --in
+    gives: tuple[str, ...] | None = None  # --out
+    keep: tuple[str, ...] = ()
+    every_us: int = 30_000_000
+    release: bool = False
+
+    @property
+    def by_name(self) -> bool:
+        """Whether exactly the named variables travel."""
+        return self.takes is not None or self.gives is not None
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """The properties a warm lease must have to serve this cell."""
+        return (self.gpu.vram, self.gpu.tier, self.gpu.count, self.gpu.exclusivity, self.gpu.tenant)
+
+
 class BadOption(BadInput):
-    """What stands behind %%gpu or %gpu is wrong; nothing was run."""
+    """The options of %%gpu or %gpu are wrong; nothing was run."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,11 +94,11 @@ def _names(texts: Iterable[str]) -> tuple[str, ...]:
 @functools.cache  # to make one takes longer than the rest of a cell
 def _parser() -> _Parser:
     parser = _Parser(prog="%%gpu", add_help=False, allow_abbrev=False)
-    parser.add_argument("--vram", default=Wish.__dataclass_fields__["vram"].default)
+    parser.add_argument("--vram", default=DEFAULT_VRAM)
     parser.add_argument("--ttl", default=None)
     parser.add_argument("--tier", default="interactive")
     parser.add_argument("--count", type=int, default=1)
-    # Said twice they count twice: of names that must not be lost none is dropped in silence.
+    # Repeated options add up, so that no name that must be kept is dropped silently.
     parser.add_argument("--keep", action="append", default=None)
     parser.add_argument("--every", default="30s")
     parser.add_argument("--in", dest="takes", action="append", default=None)
@@ -95,8 +119,8 @@ def _split(line: str) -> list[str]:
         raise BadOption(f"%%gpu: {e}: {line[:80]!r}", remedy="close the quote") from None
 
 
-def parse_cell(line: str) -> Wish | None:
-    """None: the help was asked for."""
+def parse_cell(line: str) -> CellOptions | None:
+    """The parsed options, or None when the help was requested."""
     try:
         return _parsed(line)
     except BadOption:
@@ -105,7 +129,7 @@ def parse_cell(line: str) -> Wish | None:
         raise BadOption(e.message, remedy=e.remedy) from None
 
 
-def _parsed(line: str) -> Wish | None:
+def _parsed(line: str) -> CellOptions | None:
     found: Any = _parser().parse_args(_split(line))
     if found.help:
         return None
@@ -113,7 +137,8 @@ def _parsed(line: str) -> Wish | None:
     warm_us = None if found.ttl is None else parse_duration(found.ttl, what="--ttl")
     if warm_us is not None and not MIN_TTL_US <= warm_us <= MAX_TTL_US:
         raise BadOption(
-            f"--ttl {found.ttl} is out of range: use {format_duration(MIN_TTL_US)} to {format_duration(MAX_TTL_US)}",
+            f"--ttl {found.ttl} is out of range: use {format_duration(MIN_TTL_US)} to "
+            f"{format_duration(MAX_TTL_US)}",
             remedy="to give the GPU back at the end of the cell write --release",
         )
     parse_tier(found.tier)
@@ -124,16 +149,18 @@ def _parsed(line: str) -> Wish | None:
         parse_duration(found.wait, what="--wait")
     if found.count < 1:
         raise BadOption(f"--count {found.count} must be at least 1")
-    return Wish(
-        vram=found.vram,
-        ttl=found.ttl or str(Wish.__dataclass_fields__["ttl"].default),
+    return CellOptions(
+        gpu=GpuOptions(
+            vram=found.vram,
+            ttl=found.ttl or DEFAULT_TTL,
+            tier=found.tier,
+            count=found.count,
+            exclusivity=found.exclusivity,
+            tenant=found.tenant or None,
+            wait=found.wait or None,
+            least=found.least or None,
+        ),
         warm_us=warm_us,
-        tier=found.tier,
-        count=found.count,
-        exclusivity=found.exclusivity,
-        tenant=found.tenant,
-        wait=found.wait,
-        least=found.least,
         takes=None if found.takes is None else _names(found.takes),
         gives=None if found.gives is None else _names(found.gives),
         keep=_names(found.keep or ()),
@@ -143,7 +170,7 @@ def _parsed(line: str) -> Wish | None:
 
 
 def parse_line(line: str) -> tuple[str, list[str]]:
-    """The verb, and what stands behind it."""
+    """The verb and its arguments."""
     words = _split(line)
     verb = words[0] if words else "status"
     if verb in ("-h", "--help", "help"):

@@ -1,8 +1,8 @@
-"""What a notebook shows of its GPU: the line under a cell, the panel, what it cost, what it may use.
+"""What a notebook shows of its GPU: the line under a cell, the panel, the cost, the quota.
 
 Rules of this file:
 - Every figure is the ledger's, or adds up to the ledger's. Nothing here decides anything.
-- The panel that was drawn last is drawn anew when something changes: a cell ran, the GPU was warned, lost or given back.
+- The last panel is redrawn when something changes: a cell ran, or the GPU was warned, lost or released.
 """
 
 from __future__ import annotations
@@ -13,36 +13,35 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from sublet.core.cell_account import Line
+from sublet.core.billing.meter import of_ended
+from sublet.core.cells.costs import CellCost
 from sublet.core.errors import SubletError
-from sublet.core.lease import LeaseState
-from sublet.core.meter import of_ended
+from sublet.core.leasing.lease import LeaseState
 from sublet.core.values import format_duration, format_size, parse_price
-from sublet.notebook.drawing import Drawn, countdown, fields, line, table, title
-from sublet.notebook.front import Front
+from sublet.notebook.cells.keep import KeptValues
+from sublet.notebook.cells.notebook_lease import CellOutcome
+from sublet.notebook.screen import Frontend, Rendering, countdown, fields, line, table, title
 from sublet.notebook.workbench import Workbench
-from sublet.ports.held import HeldLease
-from sublet.runtime.cell_keep import Kept
-from sublet.runtime.cell_wish import Ran
+from sublet.ports.held_lease import HeldLease
 
 _MICRO = 1_000_000
 
 
-class Panel:
-    def __init__(self, front: Front, bench: Workbench) -> None:
+class GpuPanel:
+    def __init__(self, front: Frontend, bench: Workbench) -> None:
         self._front, self._bench = front, bench
         self._id = ""
         bench.cells.on_change = self.draw_anew
 
     # under a cell
 
-    def under_cell(self, ran: Ran) -> None:
+    def under_cell(self, ran: CellOutcome) -> None:
         if ran.line is not None:
             self._say(line(self._figures(ran.line, ran.before, kept=ran.kept is not None)))
         if ran.stayed:
             self._say(line(_stayed(ran.stayed)))
 
-    def _figures(self, cell: Line, before: str, *, kept: bool) -> str:
+    def _figures(self, cell: CellCost, before: str, *, kept: bool) -> str:
         account = self._bench.cells.account
         lines = account.lines()
         place = lines.index(cell)
@@ -51,11 +50,11 @@ class Panel:
             format_size(cell.vram_bytes),
             f"{in_seconds([item.gpu_us for item in lines])[place]} GPU-s{_warm(cell)}",
         ]
-        if cell.launches:  # of GpuSessions: what a framework launches by itself is not seen
+        if cell.launches:  # of GpuSessions only: what a framework launches by itself is not seen
             parts.append(f"{cell.launches} launches" if cell.launches != 1 else "1 launch")
         if cell.checkpoint_bytes:
             parts.append(f"saved {format_size(cell.checkpoint_bytes)}")
-        elif kept:  # and the store had all its chunks already: who looks for the word must find it
+        elif kept:  # nothing was written: the store had all its chunks already
             parts.append("saved")
         price = self._price()
         if price is not None:
@@ -64,10 +63,10 @@ class Panel:
             parts.append(f"a new session: the last one ended ({before})")
         return " · ".join(parts)
 
-    # %gpu
+    # the verbs of %gpu: magics.py calls the method of that name, or draws what it did itself
 
     def status(self) -> None:
-        """The live one."""
+        """Draws the live panel."""
         if self._front.kind == "terminal":
             self._say(self._status())
             return
@@ -81,8 +80,8 @@ class Panel:
             ):  # from any thread, at any moment: a panel is not worth an error
                 self._front.publish(self._status().data, transient={"display_id": self._id}, update=True)
 
-    def _status(self) -> Drawn:
-        if self._bench.plainly():
+    def _status(self) -> Rendering:
+        if self._bench.runs_in_process():
             return line(
                 "This process has its GPU already, or SUBLET_DISABLE is set: %%gpu cells run here, plainly."
             )
@@ -99,10 +98,10 @@ class Panel:
             about.append(("only in the worker", ", ".join(cells.only_there)))
         spent = cells.account.gpu_us()
         if spent:
-            about.append(("so far", f"{_seconds(spent)} GPU-s{self._priced(spent)}"))
+            about.append(("so far", f"{_seconds(spent)} GPU-s{self._priced()}"))
         return drawn + fields(about) if about else drawn
 
-    def _held(self, lease: HeldLease) -> Drawn:
+    def _held(self, lease: HeldLease) -> Rendering:
         where = f"{format_size(lease.vram_bytes)} on {', '.join(lease.devices)}"
         whose = f"lease {lease.id}, tenant {lease.tenant}"
         if lease.status == "revoking" and lease.notice is not None:
@@ -152,7 +151,7 @@ class Panel:
         self._say(table(columns, rows, total=total) + line(self._compared()))
 
     def _compared(self) -> str:
-        """The account beside the ledger's own usage, lease by lease."""
+        """Compares the account with the ledger's own usage, lease by lease."""
         cells = self._bench.cells
         ours = theirs = ended = 0
         parts = []
@@ -169,12 +168,16 @@ class Panel:
                 parts.append("A lease ended just now: its last line comes with the next `%gpu cost`.")
             else:
                 parts.append("The lease is still open: its time is counted to its last cell.")
-        if ours != theirs:  # cannot be; if it is, nobody should find it out from a bill
-            return f"The lines of ended leases are {_seconds(ours)} GPU-s, the ledger says {_seconds(theirs)}: tell us."
+        if ours != theirs:  # impossible; if it happens, nobody should find out from a bill
+            return (
+                f"The lines of ended leases are {_seconds(ours)} GPU-s, the ledger says {_seconds(theirs)}: "
+                "tell us."
+            )
         if ended:
             parts.insert(
                 0,
-                f"The lines of ended leases are the ledger's usage, to the microsecond: {_seconds(theirs)} GPU-s.",
+                f"The lines of ended leases are the ledger's usage, to the microsecond: {_seconds(theirs)} "
+                "GPU-s.",
             )
         return " ".join(parts)
 
@@ -249,11 +252,11 @@ class Panel:
         text = self._bench.settings["price"]
         return parse_price(text, what="SUBLET_PRICE") if text else None
 
-    def _priced(self, gpu_us: int) -> str:
+    def _priced(self) -> str:
         price = self._price()
         return "" if price is None else f", {_money(self._bench.cells.account.price_micro(price))}"
 
-    def _say(self, drawn: Drawn) -> None:
+    def _say(self, drawn: Rendering) -> None:
         if self._front.kind == "terminal":
             self._front.text("stdout", f"{drawn.text}\n")
         else:
@@ -266,7 +269,8 @@ def _seconds(us: int) -> str:
 
 
 def in_seconds(parts: Sequence[int]) -> list[str]:
-    """To a thousandth, rounded on the sum so far: what is shown adds up to what `_seconds` shows of the sum."""
+    """Seconds with three decimals, rounded on the running sum, so that the parts add up to the rounded
+    sum."""
     sums = [(us + 500) // 1000 * 1000 for us in accumulate(parts, initial=0)]
     return [_seconds(after - before) for before, after in pairwise(sums)]
 
@@ -275,13 +279,13 @@ def _money(micro: int) -> str:
     return f"{micro / _MICRO:.6f}".rstrip("0").rstrip(".") if micro else "0"
 
 
-def _warm(cell: Line) -> str:
-    """How much of it nobody computed: the GPU was kept for this cell."""
+def _warm(cell: CellCost) -> str:
+    """The part of a cell's time during which the GPU was only kept warm for it."""
     warm = cell.gpu_us - cell.busy_us * cell.devices
     return f" ({_seconds(warm)} warm)" if warm >= 100_000 else ""
 
 
-def _kept(kept: Kept, job: str) -> str:
+def _kept(kept: KeptValues, job: str) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(kept.saved_at))
     return f"{kept.names} at {when}, version {kept.version} of {job}"
 

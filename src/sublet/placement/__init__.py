@@ -1,1 +1,1 @@
-"""Leased workers on other machines. Loaded by entry point, when SUBLET_PLACEMENT says so."""
+"""Leased workers on other machines. Loaded by entry point, when SUBLET_PLACEMENT asks for it."""

@@ -1,13 +1,16 @@
-"""The agent: sublet's side of one Ray node. It keeps the node's warden, starts leased workers and commands there and passes calls and output on.
+"""The agent: sublet's side of one Ray node. It keeps the node's warden, starts leased workers and commands,
+and passes calls and output on.
 
 Rules of this file:
-- It runs as a detached actor, one per node and ledger, and Ray starts it again when it dies. A worker's supervisor ends the worker when the
-  agent is gone, and at the worker's own deadline in any case: nothing here has to work for that.
-- The warden is a process of its own and not the agent's child: it outlives the agent, and proves what became of its workers.
-- What the node itself says (the environment its raylet was started in, its sublet.toml) counts for its name, devices and home.
-- Calls are sealed: nothing that a user sent, or a worker answered, is opened in here.
-- Deadlines arrive on this host's clock; whoever sends them has counted the difference, to its own disadvantage.
-- A driver that is gone needs no worker: Ray knows which jobs are over.
+- It runs as a detached actor, one per node and ledger, and Ray restarts it when it dies. A worker's
+  supervisor ends the worker when the agent is gone, and at the worker's own deadline in any case: nothing
+  here has to work for that.
+- The warden is a process of its own and not the agent's child: it outlives the agent, and proves what became
+  of its workers.
+- The node's own settings (the environment of its raylet, its sublet.toml) decide its name, devices and home.
+- Calls are sealed: nothing that a user sent, or a worker answered, is opened here.
+- Deadlines arrive on this host's clock; the sender has converted them, to its own disadvantage.
+- The workers of a driver that is gone are ended: Ray knows which jobs are over.
 """
 
 from __future__ import annotations
@@ -29,36 +32,38 @@ from typing import Any, TypeVar
 
 from sublet.core.errors import SubletError, WorkerLost
 from sublet.core.notice import Notice
-from sublet.hosting.tenant_numbers import TenantNumbers
+from sublet.leases.warden.warden_process import ensure_warden
 from sublet.placement.node_command import NodeCommand, clear_leftovers
 from sublet.ports.ledger import LeaseKey
-from sublet.ports.worker import Part, Worker, Workers
+from sublet.ports.worker import Callee, LeaseHolder, Part, Worker, Workers
+from sublet.processes.sandbox.tenant_numbers import TenantNumbers
 from sublet.settings import Settings, load_settings
-from sublet.wiring import CLOCK, ensure_warden, tenant_workers, workers
+from sublet.wiring import CLOCK, tenant_workers, workers
 
-#: An answer without news comes after so long: to whoever waits it is a sign of life.
+#: How long an answer without news takes: it is a sign of life to the caller.
 NEWS_SECONDS = 2.0
-#: A worker nobody armed yet ends after so long.
+#: How long a worker lives that nobody has armed yet.
 UNARMED_US = 120_000_000
 WATCH_SECONDS = 1.0
-#: What a call said that nobody has fetched yet. Beyond it, the worker waits when it prints.
+#: How much output may wait to be fetched. Beyond it, the worker waits when it prints.
 UNFETCHED_BYTES = 32 << 20
 #: Smaller buffers are not worth a place of their own in Ray's object store.
 BESIDE_BYTES = 64 << 10
 
-#: Of a worker, to whoever asks for it after the agent was started anew.
+#: Why a worker ended, for callers that ask after the agent was restarted.
 GONE = "its agent does not know it any more"
 
-#: Ray sets these in each of its processes.
+#: Variables that Ray sets in each of its processes.
 RAYS_OWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "GRPC_POLL_STRATEGY")
 
-#: One thing that happened in a call: what, and then whatever belongs to it.
+#: One event of a call: its kind, and then what belongs to it.
 Event = tuple[Any, ...]
 T = TypeVar("T")
 
 
 def carried(parts: Sequence[Part]) -> list[Any]:
-    """As Ray carries them: large ones beside the pickle, where they are mapped and not copied at the other end."""
+    """Prepare parts for Ray: large ones travel beside the pickle, and are mapped instead of copied at the
+    other end."""
     return [
         pickle.PickleBuffer(part) if memoryview(part).nbytes >= BESIDE_BYTES else bytes(part)
         for part in parts
@@ -66,13 +71,13 @@ def carried(parts: Sequence[Part]) -> list[Any]:
 
 
 def node_settings(ledger: str) -> Settings:
-    """The node's own, with the ledger of whoever asked where the node names none."""
+    """The node's own settings, with the asker's ledger where the node names none."""
     own = load_settings(placement="local")
     return own if own.origin("ledger") != "default" else load_settings(placement="local", ledger=ledger)
 
 
-class _Call:
-    """One that runs: what it said, for whoever fetches it. Implements `ports.worker.Sink`."""
+class _RunningCall:
+    """A running call and its events, for whoever fetches them. Implements `ports.worker.CallSink`."""
 
     interrupted = False
 
@@ -100,7 +105,7 @@ class _Call:
         self.say(event, 0)
 
     def leave(self) -> None:
-        """Nobody fetches any more: nothing may wait for that."""
+        """Stop waiting for a fetch, because nobody fetches any more."""
         with self._room:
             self._left = True
             self._room.notify_all()
@@ -116,7 +121,8 @@ class _Call:
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def fetch(self, seen: int) -> tuple[int, list[Event]]:
-        """What comes after the first `seen`, and how many those were. Only what was seen is forgotten: an answer may get lost."""
+        """Return the events after the first `seen`, and how many were dropped. Only what was seen is dropped,
+        because an answer may get lost."""
         with self._room:
             known = seen - self._forgotten
             if known > 0:
@@ -133,25 +139,26 @@ class _Call:
 
 
 class _Hosted:
-    """A worker or a command, and whose it is."""
+    """A worker or a command, and its owner."""
 
-    def __init__(self, worker: Worker, job: str, command: NodeCommand | None = None) -> None:
-        self.worker = worker
+    def __init__(self, made: Worker | NodeCommand, job: str) -> None:
+        self.worker = None if isinstance(made, NodeCommand) else made
+        self.command = made if isinstance(made, NodeCommand) else None
+        self.holder: LeaseHolder = made.command if isinstance(made, NodeCommand) else made
         self.job = job
-        self.command = command
-        self.call: _Call | None = None
+        self.call: _RunningCall | None = None
         self.serial = 0
         self.armed = 0
 
     @property
     def ending(self) -> str:
-        """That a command has left is said after everything it wrote, and nowhere else."""
-        return "" if self.command is not None else self.worker.ending
+        """Why it ended. That a command has left is only said after everything it wrote."""
+        return "" if self.command is not None else self.holder.ending
 
     def end(self, why: str) -> None:
         if self.call is not None:
             self.call.leave()
-        (self.command or self.worker).end(why)
+        (self.command or self.holder).end(why)
 
 
 class Agent:
@@ -166,7 +173,7 @@ class Agent:
     # the node
 
     async def facts(self) -> dict[str, Any]:
-        """Who this is, when its warden has reported the devices."""
+        """Who this is, once its warden has reported the devices."""
         await self._aside(lambda: ensure_warden(self._settings, for_pid=os.getpid()))
         return {
             "host": self._settings["host"],
@@ -189,7 +196,8 @@ class Agent:
             time.sleep(WATCH_SECONDS)
 
     def _abandoned(self, number: str, hosted: _Hosted) -> None:
-        """A worker is of no use to anybody any more. A command may have something to save: it is told, and has its grace."""
+        """End a worker, which nobody can use any more. A command may have something to save: it is warned,
+        and has its grace."""
         if hosted.command is not None:
             if hosted.call is not None:
                 hosted.call.leave()
@@ -213,48 +221,50 @@ class Agent:
         return tenant_workers(self._settings, self._numbers.of(tenant)) if tenant else self._workers
 
     async def begin(self, number: str, lease_id: str, epoch: int, environment: dict[str, str]) -> str:
-        """Of a tenant's worker, which sees nothing of whoever asked for it. What went wrong; '' when nothing did."""
+        """Begin a tenant's worker, which sees nothing of whoever asked for it. Returns what went wrong, or
+        ''."""
         if (hosted := self._hosted.get(number)) is None:
             return GONE
         try:
-            await self._aside(partial(hosted.worker.begin, lease_id, epoch, environment))
+            await self._aside(partial(hosted.holder.begin, lease_id, epoch, environment))
         except SubletError as e:
             return e.message
         return ""
 
     def _started(self, number: str, hosted: _Hosted, tenant: str = "") -> dict[str, Any]:
-        worker = hosted.worker
+        held = hosted.holder
         now_us = CLOCK.monotonic_us()
-        worker.arm(now_us + UNARMED_US, now_us + UNARMED_US)
+        held.arm(now_us + UNARMED_US, now_us + UNARMED_US)
         self._hosted[number] = hosted
-        holder = worker.holder
+        holder = held.holder
         return {
             "number": number,
             "host": holder.host,
             "pid": holder.pid,
             "started": holder.started,
-            "containment": worker.containment,
+            "containment": held.containment,
             "tenant": tenant,
             "now_us": CLOCK.monotonic_us(),
         }
 
     async def arm(self, number: str, turn: int, stop_us: int, kill_us: int, confirm: bool) -> dict[str, Any]:
-        """`turn` counts them: one that was overtaken on its way is not obeyed any more."""
+        """`turn` numbers the orders: one that was overtaken on its way is dropped."""
         hosted = self._hosted.get(number)
         ending = GONE if hosted is None else hosted.ending
         if hosted is not None and not ending and turn > hosted.armed:
             hosted.armed = turn
             try:
                 if confirm:
-                    await self._aside(partial(hosted.worker.arm, stop_us, kill_us, confirm=True))
+                    await self._aside(partial(hosted.holder.arm, stop_us, kill_us, confirm=True))
                 else:
-                    hosted.worker.arm(stop_us, kill_us)
+                    hosted.holder.arm(stop_us, kill_us)
             except WorkerLost as e:
                 ending = e.message
         return {"ending": ending, "now_us": CLOCK.monotonic_us()}
 
     async def over(self, number: str) -> str:
-        """Answers when it has ended, with why. Whoever has asked hears of this node's loss too, and need not ask again and again."""
+        """Answer with the reason when it has ended. Whoever waits here also hears of this node's loss,
+        without polling."""
         while (hosted := self._hosted.get(number)) is not None:
             if hosted.ending:
                 return hosted.ending
@@ -263,10 +273,11 @@ class Agent:
 
     async def warn(self, number: str) -> None:
         if (hosted := self._hosted.get(number)) is not None:
-            hosted.worker.warn()
+            hosted.holder.warn()
 
     async def interrupt(self, number: str) -> None:
-        if (hosted := self._hosted.get(number)) is not None:
+        hosted = self._hosted.get(number)
+        if hosted is not None and hosted.worker is not None:
             if hosted.call is not None:
                 hosted.call.interrupted = True  # should it not have begun yet
             hosted.worker.interrupt()
@@ -284,7 +295,7 @@ class Agent:
     async def start_command(self, job: str, asked: dict[str, Any]) -> dict[str, Any]:
         number = secrets.token_hex(8)
         made = await self._aside(lambda: NodeCommand(self._settings, number, asked, _environment()))
-        return self._started(number, _Hosted(made.command, job, made))
+        return self._started(number, _Hosted(made, job))
 
     async def begin_command(
         self, number: str, key: LeaseKey, environment: dict[str, str]
@@ -292,7 +303,7 @@ class Agent:
         hosted = self._hosted.get(number)
         if hosted is None or hosted.command is None:
             return 0, [("lost", GONE, False, True)]
-        running = hosted.call = _Call(asyncio.get_running_loop())
+        running = hosted.call = _RunningCall(asyncio.get_running_loop())
         try:
             await self._aside(partial(hosted.command.begin, key, environment, running.say))
         except (SubletError, OSError) as e:  # a full disk of this node's is not the node's loss
@@ -313,18 +324,19 @@ class Agent:
     # calls
 
     async def around(self) -> dict[str, Any]:
-        """What a worker's first call is told of this node: its environment without anything of ours or Ray's, and where modules are."""
+        """Return what a worker's first call needs of this node: its environment without ours or Ray's
+        variables, and where modules are."""
         kept = _environment()
         kept["SUBLET_HOME"] = str(self._settings.home)  # what it keeps on disk is kept where this node's is
         return {"environment": kept, "path": [place for place in sys.path if place]}
 
     async def call(self, number: str, serial: int, target: str, parts: list[Any]) -> tuple[int, list[Event]]:
         hosted = self._hosted.get(number)
-        if hosted is None:
+        if hosted is None or hosted.worker is None:
             return 0, [("lost", GONE, False, True)]
         if hosted.call is not None:
             hosted.call.leave()  # whoever made it went away in its middle
-        running = hosted.call = _Call(asyncio.get_running_loop())
+        running = hosted.call = _RunningCall(asyncio.get_running_loop())
         hosted.serial = serial
         threading.Thread(
             target=_run,
@@ -346,18 +358,18 @@ class Agent:
             running.replies.put((fine, parts))
 
     async def forget(self, number: str, serial: int) -> None:
-        """Its answer has arrived, and was large: it need not lie here until the next call."""
+        """Drop a large answer that has arrived, instead of keeping it until the next call."""
         if self._running(number, serial) is not None:
             self._hosted[number].call = None
 
-    def _running(self, number: str, serial: int) -> _Call | None:
+    def _running(self, number: str, serial: int) -> _RunningCall | None:
         hosted = self._hosted.get(number)
         return hosted.call if hosted is not None and hosted.serial == serial else None
 
 
 def _environment() -> dict[str, str]:
-    """What was so where this node's `ray start` ran, without anything of ours or Ray's. Ray allows its own processes one thread each, among
-    other things: that is not meant for ours."""
+    """The environment of this node's `ray start`, without ours or Ray's variables. Ray limits its own
+    processes to one thread each, which is not meant for ours."""
     seen = dict(os.environ)
     with contextlib.suppress(OSError):
         pairs = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
@@ -366,7 +378,7 @@ def _environment() -> dict[str, str]:
     return {k: v for k, v in seen.items() if not k.startswith(("SUBLET_", "RAY_"))}
 
 
-def _run(worker: Worker, target: str, parts: list[Any], running: _Call) -> None:
+def _run(worker: Callee, target: str, parts: list[Any], running: _RunningCall) -> None:
     before = worker.launches
     try:
         fine, answer = worker.call_sealed(target, [memoryview(part) for part in parts], running)
@@ -380,8 +392,8 @@ def _run(worker: Worker, target: str, parts: list[Any], running: _Call) -> None:
 
 
 def _jobs_over() -> frozenset[str]:
-    """Of Ray's jobs. There is no public way to ask from inside a cluster without its dashboard; without an answer a worker lives until its
-    deadline, which its driver does not move any more."""
+    """Ray's jobs that are over. There is no public way to ask inside a cluster without its dashboard; without
+    an answer, a worker lives until its deadline, which its driver no longer moves."""
     try:
         from ray._private import state
 

@@ -1,10 +1,10 @@
-"""A Ray cluster as a place for leased workers: which nodes there are, what they are called in the ledger, and who answers there.
+"""A Ray cluster as a place for leased workers: its nodes, their names in the ledger, and their agents.
 
 Rules of this file:
 - A node takes part if Ray gives it GPUs, or the resource `sublet`. Where no node has either, all take part.
-- A host's name is what the node itself says (SUBLET_HOST there, else its own name), and never changes with Ray's ids: a node that comes back
-  is the same host, and its warden settles what was left there.
-- Nothing here waits for Ray without a limit.
+- A host's name is what the node itself says (SUBLET_HOST there, else its own name), and never changes with
+  Ray's ids: a node that comes back is the same host, and its warden settles what was left there.
+- Every wait for Ray has a limit.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sublet.core.errors import Misconfigured, NotPlaced
 from sublet.placement.agent import Agent
 from sublet.placement.command import RayCommand, one_stream
-from sublet.placement.worker import RayWorker, words
+from sublet.placement.process import RayProcess, words
+from sublet.placement.worker import RayWorker
 from sublet.ports.placement import CommandOrder
 from sublet.wiring import CLOCK
 
-Started = TypeVar("Started", bound=RayWorker)
+Started = TypeVar("Started", bound=RayProcess)
 
 NAMESPACE = "sublet"
 #: The custom resource of a node that takes part without a GPU that Ray knows of.
 RESOURCE = "sublet"
 REACH_SECONDS = 5.0
-#: For a node's agent and its warden to be there; both import a lot, on a machine that may be busy.
+#: How long a node's agent and its warden may take to start; both import a lot, on a machine that may be busy.
 READY_SECONDS = 120.0
 START_SECONDS = 60.0
 LOOK_SECONDS = 0.25
@@ -56,7 +57,7 @@ class _Node:
 
 
 def address_of(placement: str) -> str:
-    """What `ray.init` takes, from what SUBLET_PLACEMENT says."""
+    """Return what `ray.init` takes, from SUBLET_PLACEMENT."""
     return placement.partition(":")[2].removeprefix("//").strip("/") or "auto"
 
 
@@ -116,11 +117,12 @@ class RayPlacement:
                 )
         except (RayError, OSError, RuntimeError, ValueError) as e:
             raise self._unreachable(words(e)) from e
-        # What Ray says of lost nodes goes to standard output, which is the command's or the user's own. We say it where it belongs.
+        # Ray reports lost nodes on standard output, which is the command's or the user's own. We report them
+        # where they belong.
         worker._worker_logs_enabled = False
 
     def _reach(self) -> None:
-        """Ray itself would wait for a head that is not there for minutes."""
+        """Check that the head can be reached, because Ray itself would wait for a missing one for minutes."""
         host, _, port = self._address.rpartition(":")
         if not port.isdigit():
             return
@@ -132,13 +134,14 @@ class RayPlacement:
     def _unreachable(self, why: str) -> Misconfigured:
         return Misconfigured(
             f"the Ray cluster at {self._address} cannot be reached: {why}",
-            remedy="run this on a node of the cluster, with SUBLET_PLACEMENT=ray://HEAD:6379 (the head's own port, not that of Ray's client) "
+            remedy="run this on a node of the cluster, with SUBLET_PLACEMENT=ray://HEAD:6379 "
+            "(the head's own port, not that of Ray's client) "
             "or ray:auto",
         )
 
     def _look(self) -> None:
-        """Have an agent on every node that takes part, and know its name. The first time all are waited for; a node that joins later is used
-        when its agent has answered, and holds nobody up until then."""
+        """Have an agent on every node that takes part, and know its name. The first time all are waited for;
+        a node that joins later is used when its agent has answered."""
         alive = self._alive()
         chosen = [i for i, node in alive.items() if _offers(node)] or list(alive)
         self._nodes = {i: node for i, node in self._nodes.items() if i in alive}
@@ -159,7 +162,8 @@ class RayPlacement:
         self._asked[agent.facts.remote()] = (node_id, agent)
 
     def _hear(self) -> str:
-        """Admit the nodes whose agents have answered; why one could not. That one is asked again: its warden may only have been slow."""
+        """Admit the nodes whose agents have answered, and return why one could not. That one is asked again:
+        its warden may only have been slow."""
         if not self._asked:
             return ""
         failed = ""
@@ -251,7 +255,8 @@ class RayPlacement:
         return found
 
     def stop(self) -> None:
-        """End the agents of this ledger. For whoever takes a cluster out of use: their wardens leave when nothing is leased any more."""
+        """End the agents of this ledger, to take a cluster out of use: their wardens exit when nothing is
+        leased any more."""
         with self._lock:
             for node in self._nodes.values():
                 with contextlib.suppress(RayError):
@@ -261,7 +266,8 @@ class RayPlacement:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Ray makes SIGTERM an exit. Whoever listens to it already, as all do that drain, must go on hearing it."""
+    """Keep a SIGTERM handler that is already installed: Ray replaces it by an exit, and whoever drains must
+    go on hearing it."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

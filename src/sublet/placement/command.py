@@ -1,11 +1,14 @@
 """A command on a Ray node, as the run that looks after it sees it.
 
 Rules of this file:
-- The run stays where its user started it; the command is a real one of the node's, with its own supervisor there.
-- What the command writes appears here byte by byte, in the order of each stream; where both streams are one file here, they are one pipe
-  there, and the order is that of the writes. Whoever does not read here makes the command wait there.
-- That it left is said after its last byte was written here.
-- Its node is lost, or confirms no renewal: then its end was not seen, and its lease is over. Nobody's failure.
+- The run stays where its user started it; the command is an ordinary one on the node, with its own supervisor
+  there.
+- What the command writes appears here byte by byte, in the order of each stream. Where both streams are one
+  file here they are one pipe there, in the order of the writes. A slow reader here makes the command wait
+  there.
+- That it left is reported after its last byte was written here.
+- When its node is lost, or confirms no renewal, its end was not seen and its lease is over. That is nobody's
+  failure.
 """
 
 from __future__ import annotations
@@ -14,29 +17,27 @@ import contextlib
 import os
 import select
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
-from sublet.core.errors import BadInput, WorkerLost
+from sublet.core.errors import WorkerLost
 from sublet.core.notice import Notice
 from sublet.placement.agent import Event
 from sublet.placement.node_command import STDERR, STDOUT
-from sublet.placement.worker import LOOK_SECONDS, RayWorker, words
-from sublet.ports.command import Left
+from sublet.placement.process import LOOK_SECONDS, RayProcess
 from sublet.ports.ledger import LeaseKey
-from sublet.ports.worker import Part, Sink
+from sublet.ports.worker import CommandExit
 from sublet.wiring import CLOCK
 
-#: At a deadline the node's supervisor ends the command; so long is waited to hear what became of it.
+#: How long to wait for the node's report after a deadline, at which its supervisor ends the command.
 LAST_WORDS_US = 3_000_000
 
 
 def one_stream() -> bool:
-    """Do standard output and standard error of this process end in the same place?"""
+    """Whether standard output and standard error of this process end in the same place."""
     try:
         out, err = os.fstat(STDOUT), os.fstat(STDERR)
     except OSError:
@@ -44,13 +45,13 @@ def one_stream() -> bool:
     return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
 
 
-class RayCommand(RayWorker):
-    """Implements `ports.command.Command`."""
+class RayCommand(RayProcess):
+    """Implements `ports.worker.Command`."""
 
     def __init__(self, agent: Any, facts: Mapping[str, Any], received_us: int) -> None:
         super().__init__(agent, facts, received_us)
         self._key: LeaseKey | None = None
-        self._left: Left | None = None
+        self._left: CommandExit | None = None
         self._steps = (0, 0)
         self._ended_us: int | None = None
         self._closing, self._closed = threading.Lock(), False
@@ -94,7 +95,7 @@ class RayCommand(RayWorker):
     def fileno(self) -> int:
         return self._rung
 
-    def left(self) -> Left | None:
+    def left(self) -> CommandExit | None:
         return self._left
 
     def steps(self) -> tuple[int, int]:
@@ -111,23 +112,12 @@ class RayCommand(RayWorker):
                 if self._left is None:
                     waiting = self._asked(partial(self._agent.more.remote, self._number, 0, seen))
         except WorkerLost as e:
-            self._leave(Left(code=None, why=self._ending or e.message, lease_over=e.with_host))
+            self._leave(CommandExit(code=None, why=self._ending or e.message, lease_over=e.with_host))
         except BaseException as e:  # the run waits for nothing else
-            self._leave(Left(code=None, why=f"it could not be followed: {type(e).__name__}: {e}"))
+            self._leave(CommandExit(code=None, why=f"it could not be followed: {type(e).__name__}: {e}"))
 
-    def _news(self, waiting: Any) -> tuple[int, list[Event]]:
-        while True:
-            try:
-                if ray.wait([waiting], timeout=LOOK_SECONDS)[0]:
-                    return ray.get(waiting)  # type: ignore[no-any-return]
-            except GetTimeoutError:
-                pass
-            except RayError as e:
-                raise self._lost(f"its node was lost: {words(e)}", host_gone=True) from e
-            self._look()
-
-    def _look(self) -> None:
-        """Does it make sense to wait?"""
+    def _check_waiting(self) -> None:
+        """Wait a while for what the command wrote last, after it ended."""
         if self.ending:
             now = CLOCK.monotonic_us()
             self._ended_us = self._ended_us or now
@@ -140,19 +130,20 @@ class RayCommand(RayWorker):
         elif event[0] == "steps":
             self._steps = event[1], event[2]
         elif event[0] == "left":
-            self._leave(Left(**event[1]))
+            self._leave(CommandExit(**event[1]))
         elif event[0] == "lost":
             raise self._lost(event[1], begun=event[2], host_gone=event[3])
 
     def _write(self, stream: int, data: bytes) -> None:
-        """As the command itself would have: a reader that is slow is waited for, one that is gone ends the stream there too."""
+        """Write as the command itself would have: a slow reader is waited for, and a closed one ends the
+        stream there too."""
         rest = memoryview(data)
         poller = select.poll()
         poller.register(stream, select.POLLOUT)
         try:
             while rest:
                 if not poller.poll(LOOK_SECONDS * 1000):
-                    self._look()
+                    self._check_waiting()
                     continue
                 with contextlib.suppress(BlockingIOError):
                     rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]
@@ -160,16 +151,8 @@ class RayCommand(RayWorker):
             with contextlib.suppress(RayError):
                 self._agent.deafen.remote(self._number, stream)
 
-    def _leave(self, left: Left) -> None:
+    def _leave(self, left: CommandExit) -> None:
         self._left = self._left or left
         with self._closing:
             if not self._closed:
                 os.write(self._ring, b"!")
-
-    # it is not called
-
-    def call_sealed(self, target: str, parts: Sequence[Part], sink: Sink) -> NoReturn:
-        raise BadInput("a command is not called; it runs")
-
-    def _trip(self, *_: Any, **__: Any) -> NoReturn:
-        raise BadInput("a command is not called; it runs")

@@ -1,12 +1,13 @@
 """A command on this node, as the node's agent keeps it: its folder, its streams, and the end of both.
 
 Rules of this file:
-- It is an ordinary command of `sublet run`, with a supervisor of its own that holds the lease and enforces every deadline alone. Nothing here
-  has to work for that.
-- Its folder is the node's: the key of its lease, the page with its deadline, and the notice file are where the command is. It goes when the
-  command is gone.
-- What it writes is passed on byte by byte. When nobody fetches it, the command waits when it writes, as at any pipe that is full.
-- Where the caller's folders are on this node too, they are used; else there are others, and the command is told.
+- It is an ordinary command of `sublet run`, with a supervisor of its own that holds the lease and enforces
+  every deadline alone. Nothing here has to work for that.
+- Its folder is on the node: the key of its lease, the page with its deadline, and the notice file are where
+  the command is. The folder goes when the command is gone.
+- What the command writes is passed on byte by byte. When nobody fetches it, the command's writes wait, as at
+  any full pipe.
+- The caller's folders are used where they exist on this node; else others are, and the command is told.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sublet import inside
 from sublet.core.notice import Notice
-from sublet.core.placing import folders, placed_environment
-from sublet.hosting.command import find_executable
-from sublet.hosting.processes import read_stat
+from sublet.core.runs.remote_environment import folders, placed_environment
+from sublet.machine import lease_environment
+from sublet.machine.executables import find_executable
+from sublet.machine.run_folder import RunFolder
 from sublet.ports.ledger import LeaseKey
-from sublet.runs import RunFolder
+from sublet.processes.ladder import read_stat
 from sublet.settings import Settings
 from sublet.wiring import CLOCK, start_command
 
 READ_BYTES = 1 << 16
-#: How often the steps are looked at, while nothing else happens.
+#: How often the steps are read, while nothing else happens.
 LOOK_MS = 250
-#: When the command is gone so is everything it started; what they wrote last is in the pipe.
+#: How long the last bytes in the pipe are read for, when the command and all it started are gone.
 LAST_BYTES_US = 5_000_000
 STDOUT, STDERR = 1, 2
 
 
 def placed_folder(home: Path) -> Path:
-    """Not where this user's own runs are: the run is elsewhere, and may even share this home."""
+    """A folder apart from this user's own runs: the run is elsewhere, and may even share this home."""
     return home / "run" / "placed"
 
 
@@ -49,7 +50,8 @@ class NodeCommand:
     def __init__(
         self, settings: Settings, number: str, asked: Mapping[str, Any], around: Mapping[str, str]
     ) -> None:
-        """`asked` is a `ports.placement.CommandOrder`, and whether its two streams are one; `around` is what this node's processes see."""
+        """`asked` is a `ports.placement.CommandOrder`, and whether its two streams are one; `around` is this
+        node's environment."""
         self._settings = settings
         self._around = dict(around)
         self._run = RunFolder(placed_folder(settings.home) / number)
@@ -62,7 +64,10 @@ class NodeCommand:
         self._said = ""
         folder = asked["folder"]
         if not os.path.isdir(folder):
-            self._said = f"sublet: there is no folder {folder} on host {settings['host']}; it starts in {Path.home()}\n"
+            self._said = (
+                f"sublet: there is no folder {folder} on host {settings['host']}; "
+                f"it starts in {Path.home()}\n"
+            )
             folder = str(Path.home())
         executable = asked["command"][0]
         if "/" not in executable:
@@ -99,7 +104,7 @@ class NodeCommand:
     def begin(
         self, key: LeaseKey, environment: Mapping[str, str], say: Callable[[tuple[Any, ...], int], None]
     ) -> None:
-        """`say` takes what happens, and its size; it may wait."""
+        """`say` takes an event and its size; it may block."""
         self.command.entrust(key)
         if self._said:
             say(("out", STDERR, self._said.encode()), len(self._said))
@@ -128,13 +133,14 @@ class NodeCommand:
     # while it runs
 
     def drain(self, notice: Notice) -> None:
-        """The notice first: whoever looks when the signal comes finds the reason there."""
+        """Write the notice before the signal, so that whoever looks then finds the reason there."""
         with contextlib.suppress(OSError):  # a full disk must not keep it from being told
             self._run.write_notice(notice, CLOCK.monotonic_us(), CLOCK.wall_us())
         self.command.drain(notice)
 
     def abandon(self) -> None:
-        """The run that looked after it is gone: it is told to leave, once, and its lease is not renewed any more."""
+        """Tell the command to leave, once, when the run that looked after it is gone: its lease is no longer
+        renewed."""
         if self._orphaned:
             return
         self._orphaned = True
@@ -143,7 +149,7 @@ class NodeCommand:
         self.drain(Notice(source="supervisor", reason=why, deadline_us=ends))
 
     def deafen(self, stream: int) -> None:
-        """Nobody reads this one any more: the command finds out as it would at any closed pipe."""
+        """Close a stream that nobody reads any more, so that the command sees a closed pipe."""
         self._deaf.add(stream)
 
     def _pass_on(self, say: Callable[[tuple[Any, ...], int], None]) -> None:
@@ -193,11 +199,11 @@ class NodeCommand:
 
 
 def clear_leftovers(home: Path) -> None:
-    """Folders of commands whose agent was killed, and whose supervisor is gone since."""
+    """Remove folders of commands whose agent was killed, and whose supervisor is gone since."""
     with contextlib.suppress(OSError):
         for path in placed_folder(home).iterdir():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                pid, started = json.loads((path / inside.KEY_FILE).read_text())["holder"]
+                pid, started = json.loads((path / lease_environment.KEY_FILE).read_text())["holder"]
                 stat = read_stat(pid)
                 if stat is None or stat.started != started:
                     shutil.rmtree(path, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Protocols only: what the runtime needs of the outside. Each method says who calls it and when."""
+"""Protocols only: what sublet needs of the outside. Each method says who calls it and when."""

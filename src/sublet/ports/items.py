@@ -1,10 +1,12 @@
 """The ledger's part for queues: items, who works on them, and their results.
 
 Rules of this port:
-- A clerk is one process at one queue: it publishes, pulls and completes, and has a strand of the journal of its own, so that clerks do not wait for each other.
-- Completing is the one commit point of an item: its result, its being done, what it cost and the journal row, together or not at all. The item is its
-  own effect: done once, it is never handed out again, and its key cannot be published again.
-- Publishing and completing are durable. Pulling and extending may be lost in a crash, which only hands an item out again.
+- A consumer is one process that uses one queue. It has its own strand of the journal, so that consumers do
+  not wait for each other.
+- Completing is the one commit point of an item: result, state, cost and journal row are written together. The
+  item is its own effect: once done it is never handed out again, and its key cannot be published again.
+- Publishing and completing are durable. Pulling and extending may be lost in a crash; the item is then handed
+  out again.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sublet.core.errors import SubletError
-from sublet.core.item_proof import ItemProof
-from sublet.core.items import Ack, Draft, ItemState, Nack, Tempo, Terms
-from sublet.core.lease import Holder
+from sublet.core.leasing.lease import Holder
+from sublet.core.queues.item_audit import ItemProof
+from sublet.core.queues.items import Ack, ItemState, Nack, NewItem, QueueTerms, Tempo
 
 if TYPE_CHECKING:
     from sublet.ports.ledger import LeaseKey
@@ -28,14 +30,14 @@ class QueueRecord:
     id: int
     tenant: str
     name: str
-    terms: Terms
+    terms: QueueTerms
     paused: bool = False
     created_at: int = 0
     purged: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClerkRecord:
+class ConsumerRecord:
     id: int
     queue: int
     host: str
@@ -110,16 +112,26 @@ class QueueStats:
     purged: int = 0
     work_us: int = 0
     rate: float = 0.0  # completed a second, lately
-    workers: int = 0  # clerks that have an item now
+    workers: int = 0  # consumers that have an item now
+
+    @property
+    def depth(self) -> int:
+        """What is still to be done."""
+        return self.ready + self.delayed + self.leased
+
+    @property
+    def eta_us(self) -> int | None:
+        """At the recent rate; None when nothing is being completed."""
+        return None if self.rate <= 0 else int(self.depth / self.rate * 1e6)
 
 
 class ItemLedger(Protocol):
     # queues: called by whoever opens one, and by operators
-    def open_queue(self, tenant: str, name: str, terms: Terms | None) -> QueueRecord:
-        """Make it, unless it is there; with terms, these are its terms from now on."""
+    def open_queue(self, tenant: str, name: str, terms: QueueTerms | None) -> QueueRecord:
+        """Create the queue unless it exists; terms, if given, apply from now on."""
 
     def queue(self, tenant: str, name: str) -> QueueRecord:
-        """`NotFound` names those there are."""
+        """`NotFound` names the queues that exist."""
 
     def queues(self, tenant: str) -> list[QueueRecord]: ...
     def pause_queue(self, queue: int, *, paused: bool, actor: str) -> None:
@@ -127,50 +139,57 @@ class ItemLedger(Protocol):
 
     def queue_stats(self, queue: int) -> QueueStats: ...
 
-    # items: called by a clerk
-    def open_clerk(self, queue: int, holder: Holder, pid_space: int = 0) -> int:
-        """A new clerk's number."""
+    # items: called by a consumer
+    def open_consumer(self, queue: int, holder: Holder, pid_space: int = 0) -> int:
+        """Returns the new consumer's number."""
 
-    def publish(self, clerk: int, batch: int, drafts: Sequence[Draft]) -> Published:
-        """One transaction. `batch` rises by one with each: repeating one whose answer was lost publishes nothing twice."""
+    def publish(self, consumer: int, batch: int, drafts: Sequence[NewItem]) -> Published:
+        """Publish in one transaction. `batch` rises by one each time, so repeating a call publishes nothing
+        twice."""
 
-    def pull(self, clerk: int, most: int, visibility_us: int, holding: Sequence[int] = ()) -> list[Delivery]:
-        """Hand out up to so many, in order. `holding` are those the clerk knows it has: what a lost answer gave it besides goes back."""
+    def pull(
+        self, consumer: int, most: int, visibility_us: int, holding: Sequence[int] = ()
+    ) -> list[Delivery]:
+        """Hand out up to `most` items, in order. Items the consumer has that are not in `holding` were handed
+        out in a lost answer and go back."""
 
-    def extend(self, clerk: int, held: Sequence[tuple[int, int]], visibility_us: int) -> set[int]:
-        """(item, delivery) each, called in the background while they are worked on. Which of them are not its any more."""
+    def extend(self, consumer: int, held: Sequence[tuple[int, int]], visibility_us: int) -> set[int]:
+        """Hide (item, delivery) pairs for longer while they are worked on. Returns the items the consumer no
+        longer has."""
 
     def complete(
-        self, clerk: int, acks: Sequence[Ack], *, lease: LeaseKey | None = None
+        self, consumer: int, acks: Sequence[Ack], *, lease: LeaseKey | None = None
     ) -> list[SubletError | None]:
-        """One transaction for all: None for each that is done, or why it was refused. With a lease, none counts unless it is alive (`LeaseLost`)."""
+        """Complete all in one transaction. Returns None for each that is done, or why it was refused. With a
+        lease, none counts unless the lease is alive (`LeaseLost`)."""
 
-    def give_back(self, clerk: int, nacks: Sequence[Nack]) -> list[SubletError | None]:
-        """None for each that went back, or why it was refused."""
+    def give_back(self, consumer: int, nacks: Sequence[Nack]) -> list[SubletError | None]:
+        """Returns None for each that went back, or why it was refused."""
 
-    # items: called when a clerk is known to be gone
-    def clerks_at_work(self, queue: int) -> list[ClerkRecord]:
-        """Those that have an item now."""
+    # items: called when a consumer is known to be gone
+    def consumers_at_work(self, queue: int) -> list[ConsumerRecord]:
+        """The consumers that have an item now."""
 
-    def end_clerk(self, clerk: int) -> int:
-        """Its process is gone: its items are to be had again at once. How many."""
+    def end_consumer(self, consumer: int) -> int:
+        """The process is gone: its items are available again at once. Returns how many."""
 
     # items: called by listings and operators
     def prove_queue(self, queue: int, archived: Sequence[Path] = ()) -> ItemProof:
-        """That each item was done exactly once, from the journal and the rows, as of one moment; or what shows that it was not.
-        `NotFound` of a journal that was pruned whose archive is not given."""
+        """Prove from the journal and the rows that each item was done exactly once, or show what contradicts
+        it. `NotFound` if the journal was pruned and its archive is not given."""
 
-    def clerks(self, queue: int) -> list[ClerkRecord]: ...
+    def consumers(self, queue: int) -> list[ConsumerRecord]: ...
     def held_by(self, queue: int) -> dict[int, int]:
-        """How many items each clerk has that has some."""
+        """How many items each consumer has, for those that have any."""
 
     def item(self, queue: int, item: int) -> ItemRecord: ...
     def items(self, queue: int, state: ItemState, *, after: int = 0, limit: int = 1000) -> list[ItemRecord]:
-        """Ready ones in the order they will be handed out; done and dead ones by number, from the one after `after` on."""
+        """Ready items in the order they will be handed out, done and dead ones by number, beginning after
+        `after`."""
 
     def items_by_key(self, queue: int, keys: Sequence[str]) -> list[ItemRecord]: ...
     def redrive(self, queue: int, items: Sequence[int] | None, *, most: int, actor: str) -> int:
-        """Dead ones are ready again, with all their tries. None: all of them, up to so many."""
+        """Make dead items ready again, with all their tries; None means all of them, up to `most`."""
 
     def purge(self, queue: int, states: Sequence[ItemState], *, most: int, actor: str) -> int:
-        """Forget items, up to so many at once."""
+        """Delete items, at most `most` at once."""

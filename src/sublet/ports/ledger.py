@@ -2,10 +2,11 @@
 
 Rules of this port:
 - Every writing verb is one transaction: load, decide (a pure function of `core`), apply, journal.
-- A refusal by rule is a `SubletError` and is itself journalled. `Disconnected` means the outcome of nothing is
-  assumed; verbs are idempotent by their key (lease id, effect key), so repeating one is the way to find out.
-- Durable verbs return when the decision survives a crash: acquire, revoke, reserve, commit, settings. The others
-  (renew, release, heartbeats) may be lost in a crash, which only ever makes a lease end sooner or later.
+- A refusal by rule is a `SubletError` and is itself journalled. After `Disconnected` the outcome is unknown:
+  verbs are idempotent by their key (lease id, effect key), so repeat the verb to find out.
+- Durable verbs return when the decision survives a crash: acquire, revoke, reserve, commit, settings. The
+  others (renew, release, heartbeats) may be lost in a crash, which only ever makes a lease end sooner or
+  later.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from sublet.core.admission import Wait
-from sublet.core.allowance import Allowance
-from sublet.core.block import Block, BlockRequest
-from sublet.core.device import Device
-from sublet.core.effect import Commit, Committed, Duplicate, Effect, Head, Reserved
+from sublet.core.billing.allowance import Allowance
+from sublet.core.billing.goodput import CommitUse, DayUse
+from sublet.core.billing.meter import Usage
+from sublet.core.billing.price import Price
+from sublet.core.checkpoints.versions import Adoption, KeptVersion, Versions
 from sublet.core.errors import SubletError
-from sublet.core.gang import Seat
-from sublet.core.goodput import Commitment, DayUse
-from sublet.core.journal import Entry, Fault
-from sublet.core.lease import EndReason, Holder, Lease, Request
-from sublet.core.meter import Usage
-from sublet.core.meters import Happened, Held, Worked
-from sublet.core.policy import Policy
-from sublet.core.price import Price
-from sublet.core.proof import Proof
-from sublet.core.schedule import Instruction
-from sublet.core.session import SessionStatus, StudioSession, status, why
-from sublet.core.session_usage import SessionUsage as SessionUsage
-from sublet.core.tenancy import Tenant
-from sublet.core.token import Scope, Token
-from sublet.core.versions import Adoption, Kept, Versions
+from sublet.core.journal.chain import Entry, Fault
+from sublet.core.journal.counters import Happened, LiveLease, Worked
+from sublet.core.journal.step_audit import Proof
+from sublet.core.leasing.block import BlockLease, BlockRequest
+from sublet.core.leasing.gang import Seat
+from sublet.core.leasing.lease import EndReason, Holder, LeaseRecord, Request
+from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.progress.effect import AlreadyCommitted, Commit, Committed, Effect, Head, Reserved
+from sublet.core.scheduling.admission import Wait
+from sublet.core.scheduling.device import Device
+from sublet.core.scheduling.schedule import Instruction
+from sublet.core.studio.session import SessionStatus, StudioSession, status, why
+from sublet.core.studio.session_usage import SessionUsage as SessionUsage
+from sublet.core.studio.token import Scope, Token
 from sublet.ports.bell import Bell
 from sublet.ports.items import ItemLedger
 from sublet.ports.processes import Receipt
@@ -53,7 +54,7 @@ class LeaseKey:
 
     @property
     def ticket(self) -> str:
-        """The same as one word, to be handed to a process that is to be a member of a gang."""
+        """The key as one word, to hand to a process that will be a member of a gang."""
         return f"{self.lease_id}:{self.epoch}:{self.secret}"
 
 
@@ -61,7 +62,7 @@ class LeaseKey:
 class Answer:
     """A lease as it stands now. `wait` is set while it waits."""
 
-    lease: Lease
+    lease: LeaseRecord
     at: int  # the ledger's clock when it answered
     wait: Wait | None = None
 
@@ -89,27 +90,28 @@ class HostView:
     """What a warden must enforce and watch on its host."""
 
     at: int
-    leases: tuple[Lease, ...]
+    leases: tuple[LeaseRecord, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Teardown:
-    """A Receipt with what it is the Receipt of."""
+class TeardownRecord:
+    """A Receipt and the lease it belongs to."""
 
     lease_id: str
     tenant: str
     at: int
     devices: tuple[str, ...]
     receipt: Receipt
-    host: str = ""  # of a gang's seat
+    host: str = ""  # the seat's, in a gang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAnswer:
-    """A studio session and its current lease as they stand now. `wait` is set where it was asked for, while the lease waits."""
+    """A studio session and its current lease as they stand now. `wait` is set on request, while the lease
+    waits."""
 
     session: StudioSession
-    lease: Lease | None
+    lease: LeaseRecord | None
     at: int  # the ledger's clock when it answered
     wait: Wait | None = None
 
@@ -127,7 +129,7 @@ class SessionAnswer:
 class BlockAnswer:
     """A block lease as it stands now."""
 
-    block: Block
+    block: BlockLease
     at: int  # the ledger's clock when it answered
 
 
@@ -151,8 +153,9 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """Journal rows as they can be seen at one moment, and which transactions may still fill a gap between their numbers: one that
-    took its number before that moment is older than `begun_before`; all older than `running_from` are over."""
+    """Journal rows visible at one moment, and which transactions may still fill a gap in their numbers: one
+    that took its number before that moment is older than `begun_before`; all older than `running_from` are
+    over."""
 
     at: int
     rows: tuple[tuple[int, Entry], ...]
@@ -162,7 +165,7 @@ class Followed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Which ledger this is, to whoever must not take it for another one."""
+    """Which ledger this is, so that it is not mistaken for another one."""
 
     id: str
     heads_current: bool  # False after a restore: the replicas may know newer versions than its heads
@@ -177,8 +180,8 @@ class Adopted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTime:
     at: int  # the ledger's clock when it answered
-    leases: tuple[Lease, ...]
-    commits: tuple[Commitment, ...]
+    leases: tuple[LeaseRecord, ...]
+    commits: tuple[CommitUse, ...]
     removed: tuple[DayUse, ...] = ()  # what leases used whose rows were pruned, by whole days
     pruned_before: int = 0  # 0: nothing ever was
 
@@ -197,33 +200,33 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeterPage:
-    """What counters are made of, after a row of the journal."""
+    """What happened after a row of the journal, for counters."""
 
     at: int  # the ledger's clock when it answered
     upto: int  # the next page begins after this row
     more: bool  # there are rows after it; only the last page has what follows
     happened: tuple[tuple[int, int, Happened], ...]  # (row, when, what), in the order of the rows
-    held: tuple[Held, ...] = ()
+    held: tuple[LiveLease, ...] = ()
     sessions: tuple[SessionAnswer, ...] = ()  # the open ones
     stored: tuple[tuple[str, int], ...] = ()  # bytes of checkpoints by tenant
     stale_acks: int = 0  # of all queues, ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stays:
+class LeaseHistory:
     at: int  # the ledger's clock when it answered
-    leases: tuple[Lease, ...]
+    leases: tuple[LeaseRecord, ...]
     work: tuple[Worked, ...]  # by tenant, in sessions that were open since then
 
 
 class Ledger(ItemLedger, Protocol):
-    # leases: called by the holder's runtime
+    # leases: called by the holder
     def acquire(self, lease_id: str, secret: str, request: Request, holder: Holder) -> Answer:
         """Grant, wait, offer or refuse. Repeating it with the same id returns what the first call did."""
 
     def attend(self, lease_id: str, secret: str, *, explain: bool = True) -> Answer:
-        """A waiter's sign of life; where it stands now, with position and ETA when it wants them. A grant it tells of survives any crash,
-        whoever made it."""
+        """A waiter's sign of life. Returns where it stands, with position and ETA if `explain`. A grant it
+        reports survives any crash."""
 
     def accept(self, lease_id: str, secret: str) -> Answer:
         """Take the smaller slice that is on offer."""
@@ -240,15 +243,16 @@ class Ledger(ItemLedger, Protocol):
         """One transaction for all leases of a process."""
 
     def seat(self, key: LeaseKey, holder: Holder, *, address: str = "") -> Answer:
-        """A lease that was asked for by name is from now on this process's, which lives where its devices are. Called between the grant
-        and the first work; repeating it is fine. Of a gang each host's member is seated; `address` is where the others can meet it."""
+        """Make this process the holder of a lease that was asked for by name. Called between the grant and
+        the first work; repeating it is fine. In a gang each host's member is seated; `address` is where the
+        others can reach it."""
 
     def stand_up(self, key: LeaseKey, member: Holder, *, failed: str = "") -> bool:
-        """A gang's member is done, and uses nothing any more: it may end without ending the others. One that `failed` ends them too, and says
-        why. False when it did not sit there."""
+        """A gang's member is done and uses nothing any more, so it may end without ending the others. If it
+        `failed`, the others end too. False when it was not seated."""
 
     def seats(self, lease_id: str) -> list[Seat]:
-        """Of a gang, in the order of ranks; none for a lease of one host. Read without a lock."""
+        """The seats of a gang in the order of ranks; none for a lease on one host. Read without a lock."""
 
     def mark(self, key: LeaseKey, *, busy: bool) -> None:
         """The holder began or stopped working; only this decides who is idle."""
@@ -256,27 +260,27 @@ class Ledger(ItemLedger, Protocol):
     def release(
         self, lease_id: str, secret: str, *, torn_down: bool = True, patience_us: int | None = None
     ) -> bool:
-        """Give it back, or leave the waitlist. False when it was over already: releasing twice is fine. `torn_down` False leaves
-        the slices where they are until a warden has ended the holder and settled it."""
+        """Release the lease or leave the waitlist; False when it was over already. `torn_down` False keeps
+        the slices until a warden has ended the holder and settled the lease."""
 
     def look(self, lease_id: str, *, patience_us: int | None = None) -> Answer:
         """Read one lease, without a lock."""
 
     def look_many(self, lease_ids: Sequence[str], *, patience_us: int | None = None) -> list[Answer]:
-        """Those of them that there are, as of one moment: a keeper of many looks at all in one read."""
+        """The leases that exist, as of one moment, so that a keeper of many looks at all in one read."""
 
     # leases: called by operators, wardens and listings
     def revoke(self, lease_id: str, *, reason: EndReason, detail: str, grace_us: int, actor: str) -> Answer:
-        """Take it back at now + grace."""
+        """Revoke the lease; it ends at now + grace."""
 
     def end(self, lease_id: str, epoch: int, *, reason: EndReason, detail: str, host: str = "") -> bool:
         """The warden of this host says the holder is gone. False when it ended otherwise."""
 
     def settle(self, lease_id: str, epoch: int, receipt: Receipt, *, host: str = "") -> bool:
-        """The teardown on this host is over: slices go back if it was proven, else their devices are withheld. Of a gang only those of the
-        host's seat."""
+        """The teardown on this host is over: slices are free again if it was proven, else their devices are
+        withheld. In a gang this concerns the host's seat only."""
 
-    def receipts(self, *, tenant: str = "", limit: int = 200) -> list[Teardown]:
+    def receipts(self, *, tenant: str = "", limit: int = 200) -> list[TeardownRecord]:
         """For listings and audits: how teardowns went, newest first."""
 
     def tick(self, host: str = "") -> TickResult:
@@ -290,10 +294,10 @@ class Ledger(ItemLedger, Protocol):
 
     # devices: called by wardens and operators
     def report_host(self, host: str, devices: Sequence[FoundDevice], *, complete: bool = True) -> None:
-        """What the host has; known devices it does not name are lost, returning ones are ready again."""
+        """What the host has. Known devices it does not name are lost, returning ones are ready again."""
 
     def beat_host(self, host: str) -> None:
-        """The warden lives."""
+        """The host's warden is alive."""
 
     def devices(self, host: str = "") -> list[Device]:
         """All devices, or those of one host."""
@@ -319,7 +323,7 @@ class Ledger(ItemLedger, Protocol):
         max_storage_bytes: int | None = None,
     ) -> Tenant: ...
     def allowance(self, name: str) -> Allowance:
-        """GPU time by the day: what is left of it and when it is full again."""
+        """GPU time per day: what is left of it and when it is full again."""
 
     def remove_tenant(self, name: str, *, actor: str) -> None: ...
 
@@ -360,38 +364,44 @@ class Ledger(ItemLedger, Protocol):
         name: str = "",
         checkpoint: str = "",
     ) -> SessionAnswer:
-        """A new one, or `QuotaReached`. Repeating it with the same id and wish returns what the first call did."""
+        """Open a session, or `QuotaReached`. Repeating it with the same id and request returns what the first
+        call did."""
 
     def look_session(self, session_id: str, tenant: str, *, explain: bool = False) -> SessionAnswer:
-        """Called for each request: one statement, no lock. With `explain`, where it stands in the waitlist."""
+        """Called for each request: one statement, no lock. With `explain`, its place in the waitlist is
+        included."""
 
-    def look_visits(
+    def token_and_session(
         self, keys: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], tuple[Token, SessionAnswer | None]]:
-        """Called for all requests of a moment, by (token id, session id or ''): the token, and the session if it is of the token's tenant.
-        One statement, no lock. A token that is not there is left out."""
+        """Look up all concurrent requests, by (token id, session id or ''): the token, and the session if it
+        belongs to the token's tenant. One statement, no lock. Unknown tokens are left out."""
 
     def sessions(self, *, tenant: str = "", open_only: bool = True, limit: int = 1000) -> list[SessionAnswer]:
-        """For listings, newest first; '' is everybody's, for operators. Those that wait carry position and reason."""
+        """For listings, newest first; '' means every tenant, for operators. Those that wait carry position
+        and reason."""
 
     def touch_sessions(self, keys: Sequence[tuple[str, str]]) -> None:
-        """(session id, tenant) of those that were used: one transaction for all. What is not there or has ended is left out."""
+        """Mark sessions as used, given as (session id, tenant), in one transaction. Unknown and ended ones
+        are left out."""
 
     def answer_offer(self, session_id: str, tenant: str, *, accept: bool) -> SessionAnswer:
-        """What the user says to the offer of the current lease; the attendant acts on it. `Stale` if nothing is offered."""
+        """The user's answer to the offer of the current lease; the session host acts on it. `Stale` if
+        nothing is offered."""
 
     def resume_session(self, session_id: str, tenant: str) -> SessionAnswer:
-        """A suspended one wants another lease. `Stale` if there is nothing to resume."""
+        """Ask for another lease for a suspended session. `Stale` if there is nothing to resume."""
 
     def end_session(self, session_id: str, tenant: str, *, detail: str, actor: str) -> SessionAnswer:
-        """Ending twice is fine: the first time stands. The attendant then releases its lease."""
+        """Ending twice is fine: the first time stands. The session host then releases its lease."""
 
-    # studio sessions: called by the attendant of their host
+    # studio sessions: called by the session host of their host
     def host_sessions(self, host: str) -> list[SessionAnswer]:
-        """Those that are open, and those that ended while their lease still lives."""
+        """Sessions that are open, and those that ended while their lease still lives."""
 
     def bind_session(self, session_id: str, *, number: int, lease_id: str) -> SessionAnswer:
-        """Before it is acquired: this is the session's lease of that number. `Stale` unless it is the next one and wanted."""
+        """Called before the lease is acquired: it is the session's lease of that number. `Stale` unless it is
+        the next one and wanted."""
 
     def note_session(
         self,
@@ -405,29 +415,32 @@ class Ledger(ItemLedger, Protocol):
         """Add to its counters. May be lost in a crash, is never counted twice."""
 
     def drop_sessions(self, before: int) -> int:
-        """Forget what ended before then; how many."""
+        """Delete sessions that ended before then. Returns how many."""
 
     # what sessions used, and what that costs: called by the service, reports and operators
     def session_usage(
         self, *, tenant: str = "", session_id: str = "", since: int = 0, limit: int = 1000
     ) -> list[SessionUsage]:
-        """Of each session that was open since then, newest first: the sum over its leases. '' is everybody's, for operators."""
+        """For each session that was open since then, newest first: the sum over its leases. '' means every
+        tenant, for operators."""
 
     def prices(self) -> list[Price]:
-        """Every price there was, oldest first; `core.price.PriceList` knows which counts."""
+        """Every price there was, oldest first; `core.billing.price.PriceList` knows which counts."""
 
     def set_price(self, device_class: str, micro_per_gpu_hour: int, *, actor: str, tier: str = "") -> Price:
-        """From now on; what was granted before costs what it did."""
+        """Set a price from now on; what was granted before keeps its price."""
 
     def remove_price(self, device_class: str, *, actor: str, tier: str = "") -> None: ...
     def stored_bytes(self, tenant: str) -> int:
-        """What its checkpoints are charged with, against `max_storage_bytes`."""
+        """The bytes its checkpoints are charged for, against `max_storage_bytes`."""
 
     # progress: called by a step
-    def reserve(self, key: LeaseKey, *, effect: str, job: str, fingerprint: str) -> Reserved | Duplicate:
-        """Say that this holder is about to do it."""
+    def reserve(
+        self, key: LeaseKey, *, effect: str, job: str, fingerprint: str
+    ) -> Reserved | AlreadyCommitted:
+        """Record that this holder is about to produce the effect."""
 
-    def commit(self, key: LeaseKey, commit: Commit) -> Committed | Duplicate:
+    def commit(self, key: LeaseKey, commit: Commit) -> Committed | AlreadyCommitted:
         """The one commit point: fence, head, effect, journal, together or not at all."""
 
     def head(self, job: str) -> Head | None: ...
@@ -436,11 +449,11 @@ class Ledger(ItemLedger, Protocol):
 
     def effect(self, key: str) -> Effect | None: ...
     def effects(self, job: str, *, after: str = "", limit: int = 1000) -> list[Effect]:
-        """For listings: those of a job, by key, from the one after this key on."""
+        """For listings: the effects of a job by key, beginning after this key."""
 
     def prove(self, *jobs: str, archived: Sequence[Path] = ()) -> list[Proof]:
-        """For audits: what journal, heads, effects and leases show of these jobs, or of all. `NotFound` for one that never committed,
-        and of a journal that was pruned whose archive is not given."""
+        """For audits: what journal, heads, effects and leases show of these jobs, or of all. `NotFound` for a
+        job that never committed, or if the journal was pruned and its archive is not given."""
 
     # block leases: called by the block's holder; the id in its key is the block's
     def grant_block(self, block_id: str, secret: str, request: BlockRequest, holder: Holder) -> BlockAnswer:
@@ -457,13 +470,15 @@ class Ledger(ItemLedger, Protocol):
         keep_us: int | None = None,
         dead_epoch: int = 0,
     ) -> BlockAnswer:
-        """Take over an old one with a higher epoch, or `BlockHeld`. `dead_epoch`: the caller saw that epoch's holder to be gone."""
+        """Take over an existing block with a higher epoch, or `BlockHeld`. `dead_epoch`: the caller saw that
+        the holder of that epoch is gone."""
 
     def renew_block(self, key: LeaseKey, *, patience_us: int | None = None) -> BlockAnswer:
         """Extend by the ttl, or raise why not."""
 
     def check_block(self, key: LeaseKey) -> BlockAnswer:
-        """Called before a slot is written: raise unless a write would count now; which checkpoint is recorded."""
+        """Called before a slot is written: raise unless a write would count now. Returns which checkpoint is
+        recorded."""
 
     def record_block(self, key: LeaseKey, done: BlockRecord) -> BlockAnswer:
         """Called when a slot is durable: from here on it is the block's value (C6)."""
@@ -482,10 +497,11 @@ class Ledger(ItemLedger, Protocol):
         secret: str = "",
         dead_epoch: int = 0,
     ) -> bool:
-        """Give up the content, unless somebody else holds it. False when it was removed already."""
+        """Delete the content, unless somebody else holds it. False when it was removed already."""
 
     def sweep_blocks(self) -> list[str]:
-        """Remove what was kept long enough; which. The caller deletes the files afterwards."""
+        """Remove blocks that were kept long enough. Returns their ids; the caller deletes the files
+        afterwards."""
 
     def look_block(self, block_id: str, tenant: str) -> BlockAnswer: ...
     def blocks(self, *, tenant: str = "", gone: bool = False, limit: int = 1000) -> list[BlockAnswer]:
@@ -497,31 +513,33 @@ class Ledger(ItemLedger, Protocol):
     # versions: called by operators; none needs a lease, and a holder that saves later finds the head moved
     def versions(self, job: str) -> Versions: ...
     def all_versions(self) -> list[Versions]:
-        """Of every job, as of one moment: what a sweep must not touch."""
+        """The versions of every job as of one moment, which a sweep must not touch."""
 
     def retain(
-        self, job: str, *, expected_sweeps: int, floor: int, kept: Sequence[Kept], actor: str
+        self, job: str, *, expected_sweeps: int, floor: int, kept: Sequence[KeptVersion], actor: str
     ) -> Versions:
-        """Drop every version below the floor that is neither in `kept` nor tagged. `HeadMoved` if others were dropped since."""
+        """Drop every version below the floor that is neither in `kept` nor tagged. `HeadMoved` if others were
+        dropped since."""
 
-    def tag(self, job: str, kept: Kept, *, expected_sweeps: int, actor: str) -> Versions: ...
+    def tag(self, job: str, kept: KeptVersion, *, expected_sweeps: int, actor: str) -> Versions: ...
     def untag(self, job: str, tag: str, *, actor: str) -> Versions: ...
     def adopt(self, adoption: Adoption, *, actor: str) -> Adopted:
         """Move a head to a state that is on the replicas already: rollback, fork, import, rebuild."""
 
     # journal, meter, policy: called by listings, audits and operators
     def verify(self, archived: Sequence[Path] = ()) -> Verification:
-        """Hash chain and lease rules, over the whole journal: from where a prune left it, or with its archive from the first row."""
+        """Verify hash chain and lease rules from where a prune left the journal, or with its archive from the
+        first row."""
 
     def prune(self, *, keep_us: int, into: Path, actor: str, dry_run: bool = False) -> Pruned:
-        """Archive journal rows that are older, and remove them with the leases, items and sessions that were over by then. Called by
-        operators. Killed at any moment, what it leaves is consistent, and the next one goes on."""
+        """Archive older journal rows, and remove them with the leases, items and sessions that were over by
+        then. Killed at any moment it leaves a consistent ledger, and the next call continues."""
 
     def tail(self, *, after: int = -1, limit: int = 50) -> list[tuple[int, Entry]]:
         """Rows after a row's number, oldest first; without a number the newest ones."""
 
     def follow(self, *, after: int, limit: int) -> Followed:
-        """For whoever shows every row once and in order: see `Followed` for numbers that are missing."""
+        """For readers that show every row once and in order: see `Followed` for missing numbers."""
 
     def seal(self) -> str: ...
     def usage(self, *, tenant: str = "", since: int = 0) -> list[Usage]: ...
@@ -529,17 +547,19 @@ class Ledger(ItemLedger, Protocol):
         """For reports: leases that were held since then, and what was committed under them."""
 
     def metered(self, *, after: int, late_after: int, limit: int = 20_000) -> MeterPage:
-        """For counters: what happened after a row; and again the steps between `late_after` and it, of which some may have been late."""
+        """For counters: what happened after a row, and again the steps from `late_after` on, because some may
+        have appeared late."""
 
-    def stays(self, *, since: int = 0) -> Stays:
-        """For who stands in whose way: every lease that waited or was held since then, and what was done in sessions."""
+    def lease_history(self, *, since: int = 0) -> LeaseHistory:
+        """Every lease that waited or was held since then, and the work done in sessions: who was in whose
+        way."""
 
     def policy(self) -> Policy: ...
     def set_policy(self, policy: Policy, *, actor: str) -> None: ...
 
     # the engine: called by wiring, doctor and long-lived loops
     def at_once(self, work: Callable[[], T]) -> T:
-        """Whatever verbs for listings read inside is as of one moment."""
+        """All reading verbs called inside see one moment."""
 
     def now(self) -> int: ...
     def bell(self) -> Bell: ...
@@ -547,11 +567,12 @@ class Ledger(ItemLedger, Protocol):
         """Make sure that what was merely read is durable, before acting on it outside (a kill)."""
 
     def unstick(self) -> str:
-        """Called by a warden whose ledger call hangs: free what a stopped process holds; '' or what was done."""
+        """Called by a warden whose ledger call hangs: free what a stopped process holds. Returns what was
+        done, or ''."""
 
     def describe(self) -> dict[str, str]: ...
     def mark_restored(self, *, actor: str) -> int:
-        """After a backup was put back: end what it thought was live, and jump the epoch past every old one."""
+        """After a restore: end what the backup thought was live, and jump the epoch past every old one."""
 
     def identity(self) -> Identity: ...
     def mark_current(self, *, actor: str) -> None:

@@ -1,4 +1,6 @@
-"""Where warnings come from: a cloud, a scheduler, a limit. One small port, so that anybody can add one by entry point."""
+"""Where warnings come from: a cloud, a scheduler, a limit. It is small, so that anybody can add one by entry
+point.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,29 @@ from sublet.ports.clock import Clock
 
 
 class NoticeSource(Protocol):
-    """One source of Notices. Made by the callable its entry point names, from `Surroundings`."""
+    """One source of Notices, made from `Surroundings` by the callable that its entry point names."""
 
     @property
     def name(self) -> str:
-        """Its entry point's: what SUBLET_NOTICES calls it."""
+        """Its entry point's name, as SUBLET_NOTICES calls it."""
 
     @property
     def risk(self) -> str:
-        """Why a loss is likelier than usual, in words; '' when it is not. Only a hint: it has no deadline, and nothing ends for it."""
+        """Why a loss is likelier than usual, or ''. Only a hint: it has no deadline, and nothing ends for
+        it."""
 
     def here(self) -> bool:
-        """Has it anything to say to this process? Asked once, before training; must answer within a second, from files and
-        the environment where it can."""
+        """Whether it applies to this process. Asked once, before training; must answer within a second, from
+        files and the environment where it can."""
 
     def watch(self, raise_notice: Callable[[Notice], None], stop: threading.Event) -> None:
-        """Run until `stop`, in a thread of its own. Raise the notice when it comes, and again when its deadline comes nearer.
-        Survives every network error, trying again at bounded intervals."""
+        """Run until `stop`, in a thread of its own. Raise the notice when it comes, and again when its
+        deadline moves nearer. Survives every network error, retrying at bounded intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a source may know of the process it speaks to."""
+    """What a source may know of its process."""
 
     clock: Clock
     environment: Mapping[str, str]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from sublet.core.lease import Holder
+from sublet.core.leasing.lease import Holder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Receipt:
 
 class Processes(Protocol):
     def identify(self, pid: int) -> Holder | None:
-        """Called by a runtime that is about to hold a lease, for its own pid or one it was given."""
+        """Called by a process that is about to hold a lease, for its own pid or one it was given."""
 
     def watch(self, holder: Holder) -> int | None:
         """A descriptor that becomes readable when the process ends; None when it is already gone."""
@@ -34,10 +34,12 @@ class Processes(Protocol):
         """Each of them that lives, with everything below it, itself first."""
 
     def sweep(self) -> list[int]:
-        """Called by a warden when it starts and now and then: end what outlived its supervisor; which pids."""
+        """Called by a warden when it starts and now and then: end what outlived its supervisor, and return
+        the pids."""
 
     def end(self, holder: Holder, term_wait_us: int, also: Iterable[Holder] = ()) -> Receipt:
-        """Called by the warden at a deadline: TERM, then KILL, for the process, all below it, and `also`; and wait."""
+        """Called by the warden at a deadline: TERM, then KILL, for the process, all below it, and `also`; and
+        wait."""
 
     def forget(self, holder: Holder) -> None:
-        """Called when the Receipt is in the ledger: what was kept about the holder is of no use any more."""
+        """Called when the Receipt is in the ledger, to drop what was kept about the holder."""

@@ -1,1 +1,1 @@
-"""The same decisions under a virtual clock: a workload, a pool, a way of sharing it, and what came of it."""
+"""The live system's decisions under a virtual clock: a workload, a pool, a way of sharing it, the result."""

@@ -1,13 +1,15 @@
 """Replaying a workload: arrivals, restores, runs, pauses and losses, as events under a virtual clock.
 
 Rules of this file:
-- A tenant has one session. Its requests run one at a time, in the order they came; a session holds one GPU or none.
-- The holder behaves as a warm lease of `runtime.holding` does: it renews at `core.renewal`'s moment, says a quarter of a second after
-  its last work that it is idle, gives the GPU back when nobody used it for the ttl, goes at once when it is told while idle, and
-  begins nothing once it was told.
-- A session that got a GPU restores its state first. A run that the deadline cut off counts for nothing and begins again, later.
-- Events of one instant happen in the order in which they were planned. No randomness, no clock, no sets: a run is a function of its
-  arguments.
+- A tenant has one session. Its requests run one at a time, in the order they came; a session holds one GPU or
+  none.
+- The holder behaves as a warm lease of `leases.lease` does: it renews when `core.leasing.renewal` says,
+  reports itself idle a quarter of a second after its last work, gives the GPU back when nobody used it for
+  the ttl, leaves at once when it is warned while idle, and begins nothing after a warning.
+- A session that got a GPU restores its state first. A run that the deadline cut off counts for nothing and
+  begins again, later.
+- Events of one instant happen in the order in which they were planned. No randomness, no clock, no sets: a
+  run is a function of its arguments.
 """
 
 from __future__ import annotations
@@ -18,20 +20,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heappop, heappush
 
-from sublet.core.device import Exclusivity
 from sublet.core.errors import BadInput, InvariantBroken
-from sublet.core.lease import Lease, LeaseState, Request, overdue
-from sublet.core.renewal import first_try_at, local_deadline, retry_at
+from sublet.core.leasing.lease import LeaseRecord, LeaseState, Request, overdue
+from sublet.core.leasing.renewal import first_try_at, local_deadline, retry_at
+from sublet.core.scheduling.device import Exclusivity
 from sublet.core.values import SECOND_US
-from sublet.sim.schemes import Order, Scheme
+from sublet.sim.schemes import Scheme, ServiceOrder
 from sublet.sim.workload import Arrival, Workload
 from sublet.sim.world import CAPACITY_BYTES, Happened, World, ends_of
 
-#: The median of 7,531 base model loads of the same service: what coming back to a GPU costs.
+#: What coming back to a GPU costs: the median of 7,531 base model loads of the traced service.
 RESTORE_US = 22_700_000
 #: From the end of a lease to its device being proven clean: killing 4 GB resident takes a third of a second.
 TEARDOWN_US = SECOND_US // 2
-#: As `runtime.keeper` does.
+#: As `leases.keeper` does.
 IDLE_REPORT_US = 250_000
 MOST_GPUS = 100_000
 
@@ -57,12 +59,12 @@ class Served:
 
     @property
     def wait_us(self) -> int:
-        """All of it: behind the tenant's own requests, for a GPU, and while the state was restored."""
+        """The whole wait: behind the tenant's own requests, for a GPU, and while the state was restored."""
         return self.began_at - self.arrived_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ReplayOutcome:
     """A whole replay."""
 
     scheme: Scheme
@@ -79,10 +81,10 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Session:
+class _SimulatedSession:
     tenant: str
     doing: Doing = Doing.NOTHING
-    lease: Lease | None = None
+    lease: LeaseRecord | None = None
     backlog: deque[Arrival] = field(default_factory=deque)
     number: int = 0  # of its leases so far
     turn: int = 0  # raised at each change; an event planned before it is stale
@@ -92,7 +94,7 @@ class _Session:
     told: bool = False  # to leave
 
 
-class Replay:
+class TraceReplay:
     def __init__(
         self,
         workload: Workload,
@@ -101,7 +103,7 @@ class Replay:
         gpus: int,
         restore_us: int = RESTORE_US,
         teardown_us: int = TEARDOWN_US,
-        after_event: Callable[[Replay], None] | None = None,
+        after_event: Callable[[TraceReplay], None] | None = None,
     ) -> None:
         if not 1 <= gpus <= MOST_GPUS:
             raise BadInput(f"{gpus} GPUs cannot be simulated: use 1 to {MOST_GPUS}")
@@ -114,14 +116,14 @@ class Replay:
         self._arrivals = workload.arrivals
         self._planned: list[tuple[int, int, Callable[[], None]]] = []
         self._count = 0
-        self.sessions: dict[str, _Session] = {}
-        self._by_lease: dict[str, _Session] = {}
+        self.sessions: dict[str, _SimulatedSession] = {}
+        self._by_lease: dict[str, _SimulatedSession] = {}
         self._look_at: int | None = None
         self.served: list[Served] = []
         self._held_us = self._restored_us = self._worked_us = self._lost_us = 0
         self._events = self._clean_at = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> ReplayOutcome:
         coming = iter(self._arrivals)
         arrival = next(coming, None)
         while arrival is not None or self._planned:
@@ -139,7 +141,7 @@ class Replay:
                 self._after_event(self)
         if len(self.served) != len(self._arrivals):
             raise InvariantBroken(f"{len(self._arrivals)} requests came and {len(self.served)} were served")
-        return Outcome(
+        return ReplayOutcome(
             scheme=self._scheme,
             gpus=self._gpus,
             served=tuple(self.served),
@@ -157,8 +159,10 @@ class Replay:
         self._count += 1
         heappush(self._planned, (at, self._count, happen))
 
-    def _later(self, session: _Session, after_us: int, happen: Callable[[_Session], None]) -> None:
-        """Unless the session does something else by then."""
+    def _later(
+        self, session: _SimulatedSession, after_us: int, happen: Callable[[_SimulatedSession], None]
+    ) -> None:
+        """Plan an event, which is dropped if the session does something else by then."""
         turn = session.turn
 
         def still() -> None:
@@ -167,7 +171,7 @@ class Replay:
 
         self._plan(self.world.now + after_us, still)
 
-    def _does(self, session: _Session, doing: Doing) -> None:
+    def _does(self, session: _SimulatedSession, doing: Doing) -> None:
         session.doing = doing
         session.turn += 1
         session.since = self.world.now
@@ -177,7 +181,7 @@ class Replay:
     def _arrives(self, arrival: Arrival) -> None:
         session = self.sessions.get(arrival.tenant)
         if session is None:
-            session = self.sessions[arrival.tenant] = _Session(arrival.tenant)
+            session = self.sessions[arrival.tenant] = _SimulatedSession(arrival.tenant)
         session.backlog.append(arrival)
         if len(session.backlog) > 1:
             return
@@ -189,7 +193,7 @@ class Replay:
         elif session.doing is Doing.NOTHING:
             self._asks(session)
 
-    def _asks(self, session: _Session) -> None:
+    def _asks(self, session: _SimulatedSession) -> None:
         session.number += 1
         request = Request(
             tenant=session.tenant,
@@ -205,7 +209,7 @@ class Replay:
         else:
             self._look_now()
 
-    def _got(self, session: _Session, lease: Lease) -> None:
+    def _got(self, session: _SimulatedSession, lease: LeaseRecord) -> None:
         session.lease, session.told = lease, False
         self._keep(lease)
         if self._scheme.stay_us is not None:
@@ -213,18 +217,18 @@ class Replay:
         self._does(session, Doing.RESTORING)
         self._later(session, self._restore_us, self._restored)
 
-    def _restored(self, session: _Session) -> None:
+    def _restored(self, session: _SimulatedSession) -> None:
         self._restored_us += self._restore_us
         if session.told:
             self._gives_back(session)
         else:
             self._runs(session)
 
-    def _runs(self, session: _Session) -> None:
+    def _runs(self, session: _SimulatedSession) -> None:
         self._does(session, Doing.RUNNING)
         self._later(session, session.backlog[0].work_us, self._ran)
 
-    def _ran(self, session: _Session) -> None:
+    def _ran(self, session: _SimulatedSession) -> None:
         arrival = session.backlog.popleft()
         now = self.world.now
         self._worked_us += arrival.work_us
@@ -247,32 +251,32 @@ class Replay:
         else:
             self._rests(session)
 
-    def _rests(self, session: _Session) -> None:
+    def _rests(self, session: _SimulatedSession) -> None:
         self._does(session, Doing.RESTING)
         self._later(session, IDLE_REPORT_US, self._says_idle)
         if self._scheme.idle_us is not None:
             self._later(session, self._scheme.idle_us, self._gives_back)
 
-    def _says_idle(self, session: _Session) -> None:
+    def _says_idle(self, session: _SimulatedSession) -> None:
         assert session.lease is not None
         self.world.mark(session.lease, busy=False)
         self._look_now()
 
     # leases
 
-    def _known(self, lease: Lease) -> Lease:
+    def _known(self, lease: LeaseRecord) -> LeaseRecord:
         return self.world.leases[lease.id]
 
-    def _keep(self, lease: Lease) -> None:
-        """Renewed while it is held, at the keeper's moment."""
+    def _keep(self, lease: LeaseRecord) -> None:
+        """Plan the renewal of a held lease for the moment at which the keeper would renew."""
         now, ttl = self.world.now, lease.request.ttl_us
         due = first_try_at(now, ttl, lease.epoch)
         self._plan(due, lambda: self._renews(lease, now, 0))
         if self._known(lease).expires_at <= due:  # cut short by its cap
             self._looked_at_when_over(lease)
 
-    def _renews(self, lease: Lease, sent_at: int, attempt: int) -> None:
-        """A refusal is no end: who waited may be gone at the next try."""
+    def _renews(self, lease: LeaseRecord, sent_at: int, attempt: int) -> None:
+        """Renew. A refusal does not end the lease: the waiter behind it may be gone at the next try."""
         session = self._by_lease.get(lease.id)
         if session is None or session.told:
             return
@@ -282,31 +286,31 @@ class Replay:
             return
         if attempt == 0:
             self._looked_at_when_over(lease)
-        again = retry_at(now, sent_at, ttl, attempt + 1, lease.epoch)
+        again = retry_at(now, ttl, attempt + 1, lease.epoch)
         if again < local_deadline(sent_at, ttl):
             self._plan(again, lambda: self._renews(lease, sent_at, attempt + 1))
 
-    def _looked_at_when_over(self, lease: Lease) -> None:
+    def _looked_at_when_over(self, lease: LeaseRecord) -> None:
         self._plan(self._known(lease).ends_at, lambda: self._runs_out(lease))
 
-    def _runs_out(self, lease: Lease) -> None:
+    def _runs_out(self, lease: LeaseRecord) -> None:
         known = self.world.leases.get(lease.id)
         if known is not None and overdue(known, self.world.now) is not None:
             self._tick()
 
-    def _stay_over(self, session: _Session, lease: Lease) -> None:
+    def _stay_over(self, session: _SimulatedSession, lease: LeaseRecord) -> None:
         if session.lease is None or session.lease.id != lease.id:
             return
         session.told = True
         if session.doing is Doing.RESTING:
             self._gives_back(session)
 
-    def _gives_back(self, session: _Session) -> None:
+    def _gives_back(self, session: _SimulatedSession) -> None:
         assert session.lease is not None
         self.world.release(session.lease)
         self._is_without(session)
 
-    def _is_without(self, session: _Session) -> None:
+    def _is_without(self, session: _SimulatedSession) -> None:
         """The lease has ended: its device is torn down behind it, and what is left to do needs another."""
         lease = session.lease
         assert lease is not None
@@ -320,15 +324,15 @@ class Replay:
         if session.backlog:
             self._asks(session)
 
-    def _settled(self, lease: Lease) -> None:
+    def _settled(self, lease: LeaseRecord) -> None:
         self._held_us += self.world.now - lease.granted_at
         self._clean_at = self.world.now
         self.world.settle(lease.id)
-        # What was handed out and what still waits are looked at together, as after the bell.
+        # Grants and waiters are looked at together, as after the bell.
         self._look_now()
 
     def _look_now(self) -> None:
-        if self.world.waiters and self._scheme.order is Order.OURS:
+        if self.world.waiters and self._scheme.order is ServiceOrder.OURS:
             self._tick()
 
     def _look(self) -> None:
@@ -343,7 +347,7 @@ class Replay:
             self._plan(again, self._look)
 
     def _react(self) -> None:
-        """The holders hear what was decided about them."""
+        """Tell the holders what was decided about them."""
         while self.world.news:
             news = self.world.news.popleft()
             session = self._by_lease.get(news.lease.id)
@@ -358,15 +362,15 @@ class Replay:
             else:
                 self._cut_off(session)
 
-    def _hears(self, session: _Session, lease: Lease) -> None:
-        """That its lease is revoked: one that rests goes at once."""
+    def _hears(self, session: _SimulatedSession, lease: LeaseRecord) -> None:
+        """Tell a session that its lease is revoked: an idle one leaves at once."""
         session.told = True
         if session.doing is Doing.RESTING:
             self._gives_back(session)
         else:
             self._looked_at_when_over(lease)
 
-    def _cut_off(self, session: _Session) -> None:
+    def _cut_off(self, session: _SimulatedSession) -> None:
         if session.doing in (Doing.RESTORING, Doing.RUNNING):
             self._lost_us += self.world.now - session.since
             session.lost_runs += session.doing is Doing.RUNNING
@@ -380,5 +384,5 @@ def replay(
     gpus: int,
     restore_us: int = RESTORE_US,
     teardown_us: int = TEARDOWN_US,
-) -> Outcome:
-    return Replay(workload, scheme, gpus=gpus, restore_us=restore_us, teardown_us=teardown_us).run()
+) -> ReplayOutcome:
+    return TraceReplay(workload, scheme, gpus=gpus, restore_us=restore_us, teardown_us=teardown_us).run()

@@ -1,11 +1,14 @@
 """Replaying a job log: gangs of whole GPUs, run to the end, under one pool or partitions of it.
 
 Rules of this file:
-- A job asks once for all its GPUs and gets all of them or waits (a gang). It is a batch lease that is renewed in time for as long as it runs.
-- `dedicated` gives each tenant GPUs of its own and serves who came first; `fifo` is one pool that serves strictly who came first; `ours` asks
-  `core.admission` and `core.schedule`.
-- With a hold cap, a job that has held its GPUs for so long gives them up when others wait: told, or not renewed any further (which is how a gang
-  gets the room of many), it saves within the grace, waits again, and pays `restart_us` when it goes on. Its wait is all of it: the time from submission to end that it was not doing its own work.
+- A job asks once for all its GPUs and gets all of them or waits (a gang). It is a batch lease that is renewed
+  in time for as long as it runs.
+- `dedicated` gives each tenant GPUs of its own and serves who came first; `fifo` is one pool that serves
+  strictly who came first; `ours` asks `core.scheduling.admission` and `core.scheduling.schedule`.
+- With a hold cap, a job that has held its GPUs for so long gives them up when others wait: told, or not
+  renewed any further (which is how a gang gets the room of many), it saves within the grace, waits again, and
+  pays `restart_us` when it goes on. Its wait is all of it: the time from submission to end that it was not
+  doing its own work.
 - Events of one instant happen in the order in which they were planned. No randomness, no clock.
 """
 
@@ -16,25 +19,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
 
-from sublet.core.device import Exclusivity
 from sublet.core.errors import BadInput, InvariantBroken
-from sublet.core.lease import MAX_TTL_US, Lease, LeaseState, Request, Tier
-from sublet.core.policy import Policy
+from sublet.core.leasing.lease import MAX_TTL_US, LeaseRecord, LeaseState, Request, Tier
+from sublet.core.leasing.policy import Policy
+from sublet.core.scheduling.device import Exclusivity
 from sublet.core.values import SECOND_US
 from sublet.sim.report import jain, percentile
 from sublet.sim.schemes import OURS
-from sublet.sim.traces import Job
+from sublet.sim.traces import TraceJob
 from sublet.sim.world import CAPACITY_BYTES, Happened, World
 
 RESTART_US = 60 * SECOND_US
-#: A slowdown is not made of jobs shorter than this: a second's job that waits a minute is not sixty times worse off.
+#: Shorter jobs count as this long in a slowdown: a job of one second that waits a minute is not sixty times
+#: worse off.
 SHORTEST_US = 60 * SECOND_US
 MOST_WAITING = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    job: Job
+class FinishedJob:
+    job: TraceJob
     ended_at: int
     preemptions: int = 0
 
@@ -70,7 +74,7 @@ class JobFigures:
         return asdict(self)
 
 
-def figures(scheme: str, gpus: int, ended: Sequence[Ended]) -> JobFigures:
+def figures(scheme: str, gpus: int, ended: Sequence[FinishedJob]) -> JobFigures:
     waits = sorted(e.wait_us for e in ended)
     by_tenant: dict[str, list[float]] = {}
     for e in ended:
@@ -98,15 +102,15 @@ def figures(scheme: str, gpus: int, ended: Sequence[Ended]) -> JobFigures:
     )
 
 
-# --- who came first -----------------------------------------------------------------------------------------------
+# --- who came first -----------------------------------------------------------------------------------------
 
 
-def fifo(jobs: Sequence[Job], gpus: int) -> list[Ended]:
-    """Nobody passes anybody: while the first does not fit all wait."""
+def fifo(jobs: Sequence[TraceJob], gpus: int) -> list[FinishedJob]:
+    """Serve strictly in order: while the first job does not fit, all wait."""
     _check_fits(jobs, gpus)
     free = gpus
-    ended: list[Ended] = []
-    line: deque[Job] = deque()
+    ended: list[FinishedJob] = []
+    line: deque[TraceJob] = deque()
     running: list[tuple[int, int, int]] = []
 
     def begin(now: int) -> None:
@@ -115,7 +119,7 @@ def fifo(jobs: Sequence[Job], gpus: int) -> list[Ended]:
             job = line.popleft()
             free -= job.gpus
             heappush(running, (now + job.work_us, len(ended), job.gpus))
-            ended.append(Ended(job=job, ended_at=now + job.work_us))
+            ended.append(FinishedJob(job=job, ended_at=now + job.work_us))
 
     for job in jobs:
         while running and running[0][0] <= job.at:
@@ -131,8 +135,8 @@ def fifo(jobs: Sequence[Job], gpus: int) -> list[Ended]:
     return ended
 
 
-def partitions(jobs: Sequence[Job], gpus: int) -> dict[str, int]:
-    """Each tenant's part by its work, and never less than its largest job."""
+def partitions(jobs: Sequence[TraceJob], gpus: int) -> dict[str, int]:
+    """Divide the GPUs by the tenants' work, with at least enough for each tenant's largest job."""
     work: dict[str, int] = {}
     least: dict[str, int] = {}
     for job in jobs:
@@ -140,7 +144,8 @@ def partitions(jobs: Sequence[Job], gpus: int) -> dict[str, int]:
         least[job.tenant] = max(least.get(job.tenant, 0), job.gpus)
     if sum(least.values()) > gpus:
         raise BadInput(
-            f"{gpus} GPUs cannot be divided: the largest jobs of the tenants need {sum(least.values())} together",
+            f"{gpus} GPUs cannot be divided: the largest jobs of the tenants need {sum(least.values())} "
+            "together",
             remedy="give more GPUs, or leave dedicated out with --scheme",
         )
     parts = dict(least)
@@ -150,36 +155,36 @@ def partitions(jobs: Sequence[Job], gpus: int) -> dict[str, int]:
     return parts
 
 
-def dedicated(jobs: Sequence[Job], gpus: int) -> list[Ended]:
-    found: list[Ended] = []
+def dedicated(jobs: Sequence[TraceJob], gpus: int) -> list[FinishedJob]:
+    found: list[FinishedJob] = []
     for name, part in sorted(partitions(jobs, gpus).items()):
         found += fifo([j for j in jobs if j.tenant == name], part)
     return found
 
 
-def _check_fits(jobs: Iterable[Job], gpus: int) -> None:
+def _check_fits(jobs: Iterable[TraceJob], gpus: int) -> None:
     largest = max(j.gpus for j in jobs)
     if largest > gpus:
         raise BadInput(f"a job needs {largest} GPUs and there are {gpus}: use --gpus {largest} or more")
 
 
-# --- ours ---------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Run:
-    job: Job
+class _RunningJob:
+    job: TraceJob
     number: int
     left_us: int
     asked: int = 0  # how often it asked for its GPUs
-    lease: Lease | None = None
+    lease: LeaseRecord | None = None
     began_at: int = 0  # its own work, after the restart
 
 
 class JobReplay:
     def __init__(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[TraceJob],
         gpus: int,
         *,
         policy: Policy | None = None,
@@ -197,17 +202,17 @@ class JobReplay:
         self._after_event = after_event
         self._planned: list[tuple[int, int, Callable[[], None]]] = []
         self._count = 0
-        self._by_lease: dict[str, _Run] = {}
+        self._by_lease: dict[str, _RunningJob] = {}
         self._look_at: int | None = None
-        self.ended: list[Ended] = []
+        self.ended: list[FinishedJob] = []
 
-    def run(self) -> list[Ended]:
+    def run(self) -> list[FinishedJob]:
         number, total = 0, len(self._jobs)
         while number < total or self._planned:
             if number < total and (not self._planned or self._jobs[number].at <= self._planned[0][0]):
                 job = self._jobs[number]
                 self.world.now = job.at
-                self._asks(_Run(job, number, job.work_us))
+                self._asks(_RunningJob(job, number, job.work_us))
                 number += 1
             else:
                 at, _, happen = heappop(self._planned)
@@ -224,7 +229,7 @@ class JobReplay:
         self._count += 1
         heappush(self._planned, (at, self._count, happen))
 
-    def _asks(self, run: _Run) -> None:
+    def _asks(self, run: _RunningJob) -> None:
         run.asked += 1
         request = Request(
             tenant=run.job.tenant,
@@ -242,35 +247,36 @@ class JobReplay:
         else:
             self._look_now()
 
-    def _begins(self, run: _Run, lease: Lease) -> None:
+    def _begins(self, run: _RunningJob, lease: LeaseRecord) -> None:
         run.lease = lease
         run.began_at = self.world.now + (self._restart_us if run.asked > 1 else 0)
         self._plan(run.began_at + run.left_us, lambda: self._ends(run, lease))
         self._keep(run, lease)
 
-    def _keep(self, run: _Run, lease: Lease) -> None:
-        """Renewed at two thirds of what was promised: a cap that applied when it was renewed may not apply any more."""
+    def _keep(self, run: _RunningJob, lease: LeaseRecord) -> None:
+        """Plan the renewal at two thirds of what was promised: a cap that applied then may not apply any
+        more."""
         left = self.world.leases[lease.id].expires_at - self.world.now
         if self.world.now + left <= run.began_at + run.left_us:
             self._plan(self.world.now + max(1, left * 2 // 3), lambda: self._renews(run, lease))
 
-    def _renews(self, run: _Run, lease: Lease) -> None:
+    def _renews(self, run: _RunningJob, lease: LeaseRecord) -> None:
         if run.lease is lease and self.world.renew(lease, busy=True):
             self._keep(run, lease)
 
-    def _ends(self, run: _Run, lease: Lease) -> None:
+    def _ends(self, run: _RunningJob, lease: LeaseRecord) -> None:
         if run.lease is not lease:
             return
-        self.ended.append(Ended(job=run.job, ended_at=self.world.now, preemptions=run.asked - 1))
+        self.ended.append(FinishedJob(job=run.job, ended_at=self.world.now, preemptions=run.asked - 1))
         self._gives_back(run)
 
-    def _gives_back(self, run: _Run) -> None:
+    def _gives_back(self, run: _RunningJob) -> None:
         lease = run.lease
         assert lease is not None
         self.world.release(self.world.leases[lease.id])
         self._is_without(run, lease)
 
-    def _is_without(self, run: _Run, lease: Lease) -> None:
+    def _is_without(self, run: _RunningJob, lease: LeaseRecord) -> None:
         run.lease = None
         del self._by_lease[lease.id]
         self._plan(self.world.now, lambda: self._settled(lease.id))
@@ -280,7 +286,7 @@ class JobReplay:
         self._look_now()
 
     def _look_now(self) -> None:
-        """Without a cap nothing is ever taken from a job, and what is free was handed out as it came back."""
+        """Look only with a cap: without one no job loses GPUs, and free ones were handed out already."""
         if self.world.waiters and self._cap_us:
             again = self.world.tick()
             if again is not None and (self._look_at is None or again < self._look_at):
@@ -312,11 +318,11 @@ class JobReplay:
 
 
 def ours(
-    jobs: Sequence[Job],
+    jobs: Sequence[TraceJob],
     gpus: int,
     *,
     policy: Policy | None = None,
     hold_cap_us: int = 0,
     restart_us: int = RESTART_US,
-) -> list[Ended]:
+) -> list[FinishedJob]:
     return JobReplay(jobs, gpus, policy=policy, hold_cap_us=hold_cap_us, restart_us=restart_us).run()

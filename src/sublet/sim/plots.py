@@ -1,8 +1,10 @@
-"""Bars, one for each way compared: as text, as SVG, as PNG where matplotlib is installed. Pure but for the PNG.
+"""Bar charts of the schemes compared: as text, as SVG, as PNG where matplotlib is installed. Pure except for
+the PNG.
 
 Rules of this file:
-- A panel is one figure of merit, with its unit and whether more or less is better; a bar is one way. Bars begin at 0.
-- An SVG is text of this file's own: no font, script or link from elsewhere, so it opens anywhere and says the same for ever.
+- A panel is one figure of merit, with its unit and whether more or less is better; a bar is one scheme. Bars
+  begin at 0.
+- An SVG needs nothing else: no font, script or link, so it opens anywhere and always looks the same.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ COLOURS = ("#2f6f9f", "#9db8c9")  # ours, others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class PlotPanel:
     title: str
     unit: str = ""
     bars: tuple[tuple[str, float], ...]  # name and value
@@ -30,7 +32,7 @@ class Panel:
         return f"{value:,.{self.digits}f}{self.unit}"
 
 
-def as_text(panels: Sequence[Panel], width: int = 40) -> str:
+def as_text(panels: Sequence[PlotPanel], width: int = 40) -> str:
     lines: list[str] = []
     for panel in panels:
         most = max((v for _, v in panel.bars), default=0) or 1
@@ -44,7 +46,7 @@ def as_text(panels: Sequence[Panel], width: int = 40) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def as_svg(title: str, panels: Sequence[Panel]) -> str:
+def as_svg(title: str, panels: Sequence[PlotPanel]) -> str:
     y = 34
     parts: list[str] = []
     for panel in panels:
@@ -71,7 +73,7 @@ def as_svg(title: str, panels: Sequence[Panel]) -> str:
     )
 
 
-def write(path: Path, title: str, panels: Sequence[Panel]) -> None:
+def write(path: Path, title: str, panels: Sequence[PlotPanel]) -> None:
     kind = path.suffix.lower()
     if kind not in (".svg", ".png"):
         raise BadInput(f"a plot is written to a file that ends in .svg or .png, not {path.name!r}")
@@ -84,7 +86,7 @@ def write(path: Path, title: str, panels: Sequence[Panel]) -> None:
         raise BadInput(f"the plot {path} cannot be written: {e.strerror}") from e
 
 
-def _png(path: Path, title: str, panels: Sequence[Panel]) -> None:
+def _png(path: Path, title: str, panels: Sequence[PlotPanel]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:

@@ -1,10 +1,10 @@
-"""What came of a replay, in figures. Pure.
+"""The figures of a replay. Pure.
 
 Rules of this file:
-- A percentile is the smallest value that at least so many percent of the requests did not exceed: a wait that really happened, nothing
-  between two.
-- A tenant's served share is its work over its work and its waits: 1 for who never waited. Jain's index over these shares is 1 when
-  all tenants fared alike, and 1/n when one of n got everything.
+- A percentile is the smallest value that at least so many percent of the requests did not exceed: a wait that
+  really happened, nothing between two.
+- A tenant's served share is its work over its work and its waits: 1 for who never waited. Jain's index over
+  these shares is 1 when all tenants fared alike, and 1/n when one of n got everything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from sublet.core.values import SECOND_US
-from sublet.sim.engine import Outcome
+from sublet.sim.engine import ReplayOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
-def figures(outcome: Outcome) -> Figures:
+def figures(outcome: ReplayOutcome) -> Figures:
     by_tenant: dict[str, list[tuple[int, int]]] = {}
     for s in outcome.served:
         by_tenant.setdefault(s.tenant, []).append((s.wait_us, s.ended_at - s.began_at))
@@ -110,6 +110,6 @@ def figures(outcome: Outcome) -> Figures:
 
 
 def seconds(us: int) -> str:
-    """Of a table: '28.6', '19,183'."""
+    """Seconds as a table shows them: '28.6', '19,183'."""
     value = us / SECOND_US
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"

@@ -1,9 +1,9 @@
-"""Ways to share a pool: ours, and what people do today. Data only.
+"""Ways to share a pool: ours, and the usual ones. Data only.
 
 Rules of this file:
-- A scheme says when a GPU that is not being used goes back, and who gets it next. Everything else (the pool, the work, what a
-  restore costs) is the same for all.
-- What is compared with ours is given what it is best at: it reads nothing wrong, loses nothing, and is never late.
+- A scheme says when a GPU that is not being used goes back, and who gets it next. Everything else (the pool,
+  the work, what a restore costs) is the same for all.
+- The other schemes are given their best case: they misread nothing, lose nothing, and are never late.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from sublet.core.policy import Policy
+from sublet.core.leasing.policy import Policy
 from sublet.core.values import HOUR_US, MAX_DURATION_US, MINUTE_US, format_duration
 
 
-class Order(Enum):
+class ServiceOrder(Enum):
     """Who is next."""
 
-    OURS = "ours"  # core.schedule.tick: fair order, idle on demand, hold cap with cooldown
+    OURS = "ours"  # core.scheduling.schedule.tick: fair order, idle on demand, hold cap with cooldown
     ARRIVAL = "arrival"  # first come, first served; nothing is ever taken from anybody
 
 
@@ -26,7 +26,7 @@ class Order(Enum):
 class Scheme:
     name: str
     says: str  # in a table
-    order: Order
+    order: ServiceOrder
     ttl_us: int
     idle_us: (
         int | None
@@ -40,15 +40,15 @@ TTL_US = 5 * MINUTE_US
 OURS = Scheme(
     name="ours",
     says="ttl 5m, renewed while used, idle on demand",
-    order=Order.OURS,
+    order=ServiceOrder.OURS,
     ttl_us=TTL_US,
     idle_us=TTL_US,
 )
-#: Ours with the one rule taken away: what idle on demand is worth.
+#: Ours without that one rule, which shows what idle on demand is worth.
 FAIR_TTL = Scheme(
     name="fair-ttl",
     says="ours without idle on demand",
-    order=Order.OURS,
+    order=ServiceOrder.OURS,
     ttl_us=TTL_US,
     idle_us=TTL_US,
     policy=Policy(idle_after_us=MAX_DURATION_US),
@@ -56,21 +56,21 @@ FAIR_TTL = Scheme(
 PASSIVE_TTL = Scheme(
     name="passive-ttl",
     says="ttl 5m, renewed while used, first come first served",
-    order=Order.ARRIVAL,
+    order=ServiceOrder.ARRIVAL,
     ttl_us=TTL_US,
     idle_us=TTL_US,
 )
 IDLE_CULL = Scheme(
     name="idle-cull",
     says="culled after 30m idle, as JupyterHub does",
-    order=Order.ARRIVAL,
+    order=ServiceOrder.ARRIVAL,
     ttl_us=30 * MINUTE_US,
     idle_us=30 * MINUTE_US,
 )
 PER_USER = Scheme(
     name="per-user",
     says="an instance per user for 8h",
-    order=Order.ARRIVAL,
+    order=ServiceOrder.ARRIVAL,
     ttl_us=8 * HOUR_US,
     idle_us=None,
     stay_us=8 * HOUR_US,
@@ -78,7 +78,7 @@ PER_USER = Scheme(
 PER_REQUEST = Scheme(
     name="per-request",
     says="a GPU per request, first come first served",
-    order=Order.ARRIVAL,
+    order=ServiceOrder.ARRIVAL,
     ttl_us=TTL_US,
     idle_us=0,
 )

@@ -1,7 +1,8 @@
 """How many GPUs a studio's workload needs, and which ttl: found by replaying it.
 
 Rules of this file:
-- Only 'ours' is asked. The fewest GPUs are found by doubling and halving with the default ttl; then a shorter and a longer ttl are tried with them.
+- Only the scheme 'ours' is replayed. The fewest GPUs are found by doubling and halving with the default ttl;
+  then a shorter and a longer ttl are tried with them.
 - A ttl is better if p95 stays within the target and fewer GPU-hours are held; what was tried is said.
 """
 
@@ -20,7 +21,7 @@ TTLS = (MINUTE_US, TTL_US, 15 * MINUTE_US)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class SizingAdvice:
     gpus: int
     ttl_us: int
     p95_us: int
@@ -30,10 +31,11 @@ class Advice:
         return asdict(self)
 
 
-def advise(workload: Workload, target_us: int, restore_us: int) -> Advice:
+def advise(workload: Workload, target_us: int, restore_us: int) -> SizingAdvice:
     if target_us < restore_us:
         raise BadInput(
-            f"a p95 wait below the restore of {format_duration(restore_us)} cannot be had: who comes anew waits for that"
+            f"a p95 wait below the restore of {format_duration(restore_us)} cannot be had: who comes anew "
+            "waits for that"
         )
     tried: dict[tuple[int, int], Figures] = {}
 
@@ -68,15 +70,15 @@ def advise(workload: Workload, target_us: int, restore_us: int) -> Advice:
         for (n, ttl), f in sorted(tried.items())
         if n == high
     )
-    return Advice(
+    return SizingAdvice(
         gpus=high,
         ttl_us=best,
         p95_us=good[best].wait.p95_us,
         reasons=(
-            f"p95 waits in seconds by number of GPUs, ttl {format_duration(TTL_US)}: {by_size}; {high} is the first within "
-            f"{format_duration(target_us)}",
-            f"with {high} GPUs by ttl, p95 wait in seconds and GPU-hours held: {by_ttl}; a shorter ttl frees GPUs nobody asked for, and "
-            "makes people restore who need not have",
+            f"p95 waits in seconds by number of GPUs, ttl {format_duration(TTL_US)}: {by_size}; {high} is "
+            f"the first within {format_duration(target_us)}",
+            f"with {high} GPUs by ttl, p95 wait in seconds and GPU-hours held: {by_ttl}; a shorter ttl frees "
+            "GPUs nobody asked for, and makes people restore who need not have",
             f"of that a restore is {seconds(restore_us)}: nobody who comes to a new GPU waits less",
         ),
     )

@@ -1,11 +1,15 @@
-"""Training on nodes that are taken away: what becomes of the time they were there, by how often the state is saved.
+"""Training on nodes that are taken away: how their time is spent, by how often the state is saved.
 
 Rules of this file:
-- Each node runs one job. A job whose node was taken goes on the next node that comes, before any new job begins; so a job has a history of
-  losses, and `every=auto` learns from it what `core.cadence` would learn.
-- Every microsecond of a node is in exactly one part: useful, starting, saving, lost, or left over. Useful is steps that a durable save contains.
-- A save stops training for `stall_us`, and is durable `save_us` after it began; until then the one before it counts. Saves begin between steps.
-- With a notice the job ends its step, saves if there is time for it, and stops: what is left of the node's time is left over.
+- Each node runs one job. A job whose node was taken goes on the next node that comes, before any new job
+  begins; so a job has a history of losses, and `every=auto` learns from it what `core.progress.cadence` would
+  learn.
+- Every microsecond of a node is in exactly one part: useful, starting, saving, lost, or left over. Useful is
+  steps that a durable save contains.
+- A save stops training for `stall_us`, and is durable `save_us` after it began; until then the one before it
+  counts. Saves begin between steps.
+- With a notice the job ends its step, saves if there is time for it, and stops: what is left of the node's
+  time is left over.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from sublet.core.cadence import Cost, Losses, best_interval
+from sublet.core.progress.cadence import Cost, Losses, best_interval
 from sublet.core.values import HOUR_US, MINUTE_US, SECOND_US, format_duration
-from sublet.sim.traces import Availability, Span
+from sublet.sim.traces import Availability, NodeSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a job is like."""
+    """The costs of a job."""
 
     step_us: int = SECOND_US
     stall_us: int = SECOND_US // 10
@@ -31,30 +35,30 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """A way to save: every so often, as `core.cadence` says (None), or never (0)."""
+class SavePlan:
+    """When to save: at a fixed interval, as `core.progress.cadence` says (None), or never (0)."""
 
     name: str
     every_us: int | None
     notice_us: int = 0
 
 
-AUTO = Saving(name="every=auto", every_us=None)
+AUTO = SavePlan(name="every=auto", every_us=None)
 
 
-def fixed(every_us: int, notice_us: int = 0) -> Saving:
+def fixed(every_us: int, notice_us: int = 0) -> SavePlan:
     says = "never" if not every_us else f"every {format_duration(every_us)}"
     told = f" + {format_duration(notice_us)} notice" if notice_us else ""
-    return Saving(name=says + told, every_us=every_us, notice_us=notice_us)
+    return SavePlan(name=says + told, every_us=every_us, notice_us=notice_us)
 
 
-#: Side by side unless others are asked for.
+#: The plans compared unless others are named.
 WAYS = tuple(fixed(us) for us in (10 * SECOND_US, MINUTE_US, 10 * MINUTE_US, HOUR_US, 3 * HOUR_US, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    saving: Saving
+class SpotResult:
+    saving: SavePlan
     node_us: int
     useful_us: int = 0
     starting_us: int = 0
@@ -78,22 +82,22 @@ class Result:
         return found
 
 
-def cost_per_useful_hour(result: Result, price_micro: int) -> int:
+def cost_per_useful_hour(result: SpotResult, price_micro: int) -> int:
     """What an hour of committed work costs when an hour of a node costs `price_micro`."""
     return price_micro * result.node_us // max(1, result.useful_us)
 
 
 @dataclass(slots=True)
 class _Life:
-    """A job: what it has seen, and work that a loss has not taken."""
+    """A job: the losses it has seen, and the work that no loss has taken."""
 
     losses: Losses
     every_us: int = 0
 
 
-def replay(trace: Availability, training: Training, saving: Saving) -> Result:
+def replay(trace: Availability, training: Training, saving: SavePlan) -> SpotResult:
     homeless: deque[tuple[int, _Life]] = deque()
-    total = Result(saving=saving, node_us=trace.node_us)
+    total = SpotResult(saving=saving, node_us=trace.node_us)
     jobs = 0
     # A job is free again when its node is lost: sorted in by that instant.
     ending: list[tuple[int, int, _Life]] = []
@@ -115,7 +119,7 @@ def replay(trace: Availability, training: Training, saving: Saving) -> Result:
     return replace(total, jobs=jobs)
 
 
-def _added(a: Result, b: Result) -> Result:
+def _added(a: SpotResult, b: SpotResult) -> SpotResult:
     return replace(
         a,
         useful_us=a.useful_us + b.useful_us,
@@ -129,7 +133,7 @@ def _added(a: Result, b: Result) -> Result:
     )
 
 
-def _on_a_node(span: Span, training: Training, saving: Saving, life: _Life) -> Result:
+def _on_a_node(span: NodeSpan, training: Training, saving: SavePlan, life: _Life) -> SpotResult:
     """One stay, from the node's first microsecond to its last."""
     step, stall = training.step_us, training.stall_us
     end = span.until
@@ -182,7 +186,7 @@ def _on_a_node(span: Span, training: Training, saving: Saving, life: _Life) -> R
     if now < end and told_at == end:
         lost_step = end - now  # cut off in a step
     left = end - span.since - starting - saved - work - lost_step
-    return Result(
+    return SpotResult(
         saving=saving,
         node_us=span.until - span.since,
         useful_us=durable,
@@ -196,7 +200,7 @@ def _on_a_node(span: Span, training: Training, saving: Saving, life: _Life) -> R
     )
 
 
-# --- what follows ---------------------------------------------------------------------------------------------
+# --- what follows -------------------------------------------------------------------------------------------
 
 #: Intervals tried beside Young's: from a second to three hours, eight to each tenfold.
 GRID = tuple(round(SECOND_US * 10 ** (i / 8)) for i in range(33))
@@ -206,7 +210,7 @@ LEAST_TTL_US = 10 * SECOND_US
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class SaveAdvice:
     every_us: int
     goodput: float
     auto_goodput: float
@@ -217,13 +221,13 @@ class Advice:
         return asdict(self)
 
 
-def advise(traces: Sequence[Availability], training: Training, *, notice_us: int = 0) -> Advice:
+def advise(traces: Sequence[Availability], training: Training, *, notice_us: int = 0) -> SaveAdvice:
     node_us = sum(t.node_us for t in traces)
     losses = sum(t.losses for t in traces)
     apart = node_us // max(1, losses)
     young = math.isqrt(2 * max(1, training.stall_us) * apart)
 
-    def over_all(saving: Saving) -> float:
+    def over_all(saving: SavePlan) -> float:
         return sum(replay(t, training, saving).useful_us for t in traces) / node_us
 
     tried = {us: over_all(fixed(us, notice_us)) for us in sorted({*GRID, max(SECOND_US, young)})}
@@ -231,14 +235,19 @@ def advise(traces: Sequence[Availability], training: Training, *, notice_us: int
     auto = over_all(replace(AUTO, notice_us=notice_us))
     ttl = max(LEAST_TTL_US, math.isqrt(RENEWAL_US * apart * 1000 // 435))  # 0.65 and 0.67: see the reason
     reasons = [
-        f"a node was lost {losses:,} times in {node_us / HOUR_US:,.0f} node-hours: one every {format_duration(apart)}",
-        f"a save stops training for {training.stall_us / SECOND_US:g}s, so Young's rule gives sqrt(2 × {training.stall_us / SECOND_US:g}s × "
-        f"{format_duration(apart)}) = {_span(young)}; of {len(tried)} intervals replayed, {_span(best)} kept most of the time: {tried[best]:.2%}",
+        f"a node was lost {losses:,} times in {node_us / HOUR_US:,.0f} node-hours: one every "
+        f"{format_duration(apart)}",
+        f"a save stops training for {training.stall_us / SECOND_US:g}s, so Young's rule gives sqrt(2 × "
+        f"{training.stall_us / SECOND_US:g}s × {format_duration(apart)}) = {_span(young)}; of {len(tried)} "
+        f"intervals replayed, {_span(best)} kept most of the time: {tried[best]:.2%}",
         f"every=auto learns it from its own losses and reaches {auto:.2%}, {auto / tried[best]:.2%} of that",
-        f"ttl {format_duration(ttl)}: a node that dies in silence keeps its lease for two thirds of a ttl on average; a renewal costs a few "
-        f"milliseconds each 0.65 ttl; below {format_duration(LEAST_TTL_US)} a pause of the network would end leases",
+        f"ttl {format_duration(ttl)}: a node that dies in silence keeps its lease for two thirds of a ttl on "
+        f"average; a renewal costs a few milliseconds each 0.65 ttl; below {format_duration(LEAST_TTL_US)} a "
+        "pause of the network would end leases",
     ]
-    return Advice(every_us=best, goodput=tried[best], auto_goodput=auto, ttl_us=ttl, reasons=tuple(reasons))
+    return SaveAdvice(
+        every_us=best, goodput=tried[best], auto_goodput=auto, ttl_us=ttl, reasons=tuple(reasons)
+    )
 
 
 def _span(us: int) -> str:

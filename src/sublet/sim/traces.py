@@ -1,9 +1,10 @@
 """Traces of nodes that come and go, and of jobs: read from CSV, line by line.
 
 Rules of this file:
-- Reads, and nothing else. What it returns is integers (microseconds), in the order of time.
-- Which kind of file it is the first line says; a first line nobody knows is refused with the ones that are known.
-- A line that cannot be read is refused with its number. Nothing is guessed and nothing is left out in silence.
+- It only reads. It returns integers (microseconds), in the order of time.
+- The first line tells the kind of file; an unknown first line is refused with the list of known ones.
+- A line that cannot be read is refused with its number. Nothing is guessed and nothing is left out in
+  silence.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sublet.core.errors import BadInput
-from sublet.core.lease import MAX_COUNT
+from sublet.core.leasing.lease import MAX_COUNT
 from sublet.core.values import DAY_US, check_name, format_duration
 from sublet.sim.workload import microseconds
 
@@ -37,7 +38,7 @@ MOST_RUN_US = 366 * DAY_US
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class NodeSpan:
     """A node was there from `since` to `until`; `lost`: it was taken, and not only the trace was over."""
 
     since: int
@@ -48,7 +49,7 @@ class Span:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
     name: str
-    spans: tuple[Span, ...]  # by when they began
+    spans: tuple[NodeSpan, ...]  # by when they began
     ends_at: int
 
     @property
@@ -61,7 +62,7 @@ class Availability:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TraceJob:
     tenant: str
     at: int
     work_us: int
@@ -69,11 +70,11 @@ class Job:
 
 
 def read_availability(path: Path) -> list[Availability]:
-    """One for a file of events or counts, one for each part of a file of parts."""
+    """Return one trace for a file of events or counts, and one per part for a file of parts."""
     return _read(path, "an availability trace", lambda lines: parse_availability(lines, name=path.name))
 
 
-def read_jobs(path: Path) -> list[Job]:
+def read_jobs(path: Path) -> list[TraceJob]:
     return _read(path, "a job log", lambda lines: parse_jobs(lines, name=path.name))
 
 
@@ -122,7 +123,7 @@ class _Presence:
         self.name = name
         self.now = 0
         self._since: dict[str, int] = {}  # in the order they came
-        self._spans: list[Span] = []
+        self._spans: list[NodeSpan] = []
 
     def at(self, instant: int, where: str) -> None:
         if instant < self.now:
@@ -141,10 +142,10 @@ class _Presence:
             raise BadInput(f"{where}: node {node[:40]!r} goes and is not there")
         since = self._since.pop(node)
         if self.now > since:
-            self._spans.append(Span(since=since, until=self.now, lost=True))
+            self._spans.append(NodeSpan(since=since, until=self.now, lost=True))
 
     def to_number(self, wanted: int, where: str) -> None:
-        """The file does not say which: who came last goes first."""
+        """Change the number of nodes. The file does not say which ones go: the last to come go first."""
         while len(self._since) > wanted:
             self.goes(next(reversed(self._since)), where)
         for number in range(len(self._since), wanted):
@@ -152,7 +153,7 @@ class _Presence:
 
     def whole(self) -> Availability:
         rest = [
-            Span(since=since, until=self.now, lost=False)
+            NodeSpan(since=since, until=self.now, lost=False)
             for since in self._since.values()
             if self.now > since
         ]
@@ -190,9 +191,9 @@ def parse_availability(lines: Iterable[str], *, name: str) -> list[Availability]
     return [m for m in made if m.spans]
 
 
-def parse_jobs(lines: Iterable[str], *, name: str) -> list[Job]:
+def parse_jobs(lines: Iterable[str], *, name: str) -> list[TraceJob]:
     _, rows = _rows(lines, name, [JOBS])
-    jobs: list[Job] = []
+    jobs: list[TraceJob] = []
     for where, (at, work, gpus, tenant) in rows:
         work_us = microseconds(work, f"{where}: duration_s")
         if not 0 < work_us <= MOST_RUN_US:
@@ -200,7 +201,7 @@ def parse_jobs(lines: Iterable[str], *, name: str) -> list[Job]:
                 f"{where}: duration_s {work!r} is not between 0 and {format_duration(MOST_RUN_US)}"
             )
         jobs.append(
-            Job(
+            TraceJob(
                 tenant=check_name(tenant, what=f"{where}: vc"),
                 at=microseconds(at, f"{where}: submit_s"),
                 work_us=work_us,
@@ -212,7 +213,7 @@ def parse_jobs(lines: Iterable[str], *, name: str) -> list[Job]:
     return sorted(jobs, key=lambda j: j.at)
 
 
-def of_busy_tenants(jobs: Iterable[Job], least: int) -> list[Job]:
+def of_busy_tenants(jobs: Iterable[TraceJob], least: int) -> list[TraceJob]:
     """Without the tenants that have fewer than `least` jobs: their means say nothing."""
     found = list(jobs)
     counts = Counter(j.tenant for j in found)

@@ -2,8 +2,9 @@
 
 Rules of this file:
 - The only file of `sim` that reads anything. What it returns is integers, in the order of arrival.
-- The columns are a closed list: a file with others is some other file, and is refused by name.
-- A line that cannot be read is refused with its number. Nothing is guessed and nothing is left out in silence.
+- The columns are a closed list: a file with other columns is refused, and they are named.
+- A line that cannot be read is refused with its number. Nothing is guessed and nothing is left out in
+  silence.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 from sublet.core.errors import BadInput
 from sublet.core.values import DAY_US, SECOND_US, check_name, format_duration
 
-#: Of a request log such as Alibaba's GenAI one: when, which tenant, how long it ran, how it ended, and what was asked for.
+#: The columns of a request log such as Alibaba's GenAI one: when, which tenant, how long it ran, how it
+#: ended, and what was asked for.
 COLUMNS = ("t_s", "group", "exec_s", "status", "type", "steps", "images", "base_model", "n_lora")
 SUCCEEDED = "SUCCEED"
 STATUSES = (SUCCEEDED, "FAILED", "PENDING", "PROCESSING")

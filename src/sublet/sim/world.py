@@ -1,8 +1,9 @@
 """The pool in virtual time: devices, leases, waiters and tenants as the ledger keeps them, in memory.
 
 Rules of this file:
-- Decisions come from `core`: `admission.admit` and `place`, `schedule.tick`, `lease.renew`. What is here keeps the same frozen
-  records the ledger loads, in the order `core.pool` gives them, asks, and applies the answer as the ledger's verbs do, in the same order.
+- Decisions come from `core`: `admission.admit` and `place`, `schedule.tick`, `lease.renew`. This file keeps
+  the same frozen records the ledger loads, in the order of `core.scheduling.pool_index`, and applies each
+  decision as the ledger's verbs do, in the same order.
 - Time is an attribute that only the engine moves. Integers only; nothing depends on the order of a set.
 - What happened to a lease is told in `news`, in order; the engine reads it after each call.
 """
@@ -14,15 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from sublet.core import admission, schedule
-from sublet.core.admission import Grant, Offer, Refusal, Wait
-from sublet.core.device import Device, Exclusivity, Resident, join, occupy, usable
 from sublet.core.errors import InvariantBroken
-from sublet.core.lease import (
+from sublet.core.leasing.lease import (
     EndReason,
-    Event,
     Holder,
-    Lease,
+    LeaseEvent,
+    LeaseRecord,
     LeaseState,
     Renewed,
     Request,
@@ -31,12 +29,15 @@ from sublet.core.lease import (
     last_active,
     overdue,
 )
-from sublet.core.lease import renew as decide_renew
-from sublet.core.pool import Pool
-from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
-from sublet.core.tenancy import Tenant, rate_of, tenant_changed, used_now
+from sublet.core.leasing.lease import renew as decide_renew
+from sublet.core.leasing.tenancy import Tenant, rate_of, tenant_changed, used_now
+from sublet.core.scheduling import admission, schedule
+from sublet.core.scheduling.admission import Grant, Offer, Refusal, Wait
+from sublet.core.scheduling.device import Device, Exclusivity, Resident, join, occupy, usable
+from sublet.core.scheduling.pool_index import PoolIndex
+from sublet.core.scheduling.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.core.values import MAX_DURATION_US
-from sublet.sim.schemes import Order, Scheme
+from sublet.sim.schemes import Scheme, ServiceOrder
 
 GIB = 1 << 30
 #: All devices are alike, and a request takes one whole: the requests of the trace are whole-GPU work.
@@ -55,7 +56,7 @@ class Happened(Enum):
 @dataclass(frozen=True, slots=True)
 class News:
     happened: Happened
-    lease: Lease
+    lease: LeaseRecord
 
 
 class World:
@@ -63,7 +64,7 @@ class World:
         self.scheme = scheme
         self.policy = scheme.policy
         self.now = 0
-        self.pool = Pool(
+        self.pool = PoolIndex(
             devices=(
                 Device(
                     id=name,
@@ -78,24 +79,24 @@ class World:
             ),
             policy=self.policy,
         )
-        self._first_come: dict[str, Lease] = {}  # who waits where the list is not ours
+        self._first_come: dict[str, LeaseRecord] = {}  # who waits where the list is not ours
         self.news: deque[News] = deque()
         self.ends: dict[EndReason, int] = {}
         self.epoch = 0
 
     @property
     def devices(self) -> dict[str, Device]:
-        return self.pool.rooms.devices
+        return self.pool.device_index.devices
 
     @property
-    def leases(self) -> Mapping[str, Lease]:
+    def leases(self) -> Mapping[str, LeaseRecord]:
         """Those that hold slices."""
         return self.pool.leases
 
     @property
-    def waiters(self) -> Mapping[str, Lease]:
+    def waiters(self) -> Mapping[str, LeaseRecord]:
         """In the order they joined, where that is the order they are served in."""
-        return self.pool.waiters if self.scheme.order is Order.OURS else self._first_come
+        return self.pool.waiters if self.scheme.order is ServiceOrder.OURS else self._first_come
 
     @property
     def tenants(self) -> Mapping[str, Tenant]:
@@ -103,10 +104,10 @@ class World:
 
     # asking
 
-    def acquire(self, lease_id: str, request: Request) -> Lease:
+    def acquire(self, lease_id: str, request: Request) -> LeaseRecord:
         if request.tenant not in self.tenants:
             self.pool.set_tenant(Tenant(name=request.tenant, as_of=self.now))
-        newcomer = Lease(
+        newcomer = LeaseRecord(
             id=lease_id,
             request=request,
             holder=HOLDER,
@@ -119,31 +120,31 @@ class World:
         )
         decision: Grant | Offer | Wait | Refusal | None = None
         if not self.waiters:
-            slices = self.pool.rooms.fit(request.shape())
+            slices = self.pool.device_index.fit(request.shape())
             if slices is not None:
                 decision = Grant(
                     lease_id=lease_id, slices=slices, vram_bytes=request.vram_bytes, reason="capacity is free"
                 )
-        if decision is None and self.scheme.order is Order.OURS:
+        if decision is None and self.scheme.order is ServiceOrder.OURS:
             # Without position and ETA: nobody reads them here.
             decision = admission.admit(newcomer, self.pool, self.now, forecast=False)
         if isinstance(decision, Refusal | Offer):
             raise InvariantBroken(f"a request that may wait was not let wait: {decision.reason}")
         if isinstance(decision, Grant):
             return self._grant(newcomer, decision, claimed=True)
-        if self.scheme.order is Order.OURS:
+        if self.scheme.order is ServiceOrder.OURS:
             self.pool.set_waiter(newcomer)
         else:
             self._first_come[lease_id] = newcomer
         self._shift(request.tenant, waiting=1)
         return newcomer
 
-    def _grant(self, lease: Lease, decision: Grant, *, claimed: bool) -> Lease:
+    def _grant(self, lease: LeaseRecord, decision: Grant, *, claimed: bool) -> LeaseRecord:
         self.epoch += 1
         ttl = lease.request.ttl_us
         granted = changed(
             lease,
-            state=after(lease.state, Event.GRANT),
+            state=after(lease.state, LeaseEvent.GRANT),
             epoch=self.epoch,
             slices=decision.slices,
             vram_bytes=decision.slices[0].vram_bytes,
@@ -171,13 +172,13 @@ class World:
 
     # holding
 
-    def renew(self, lease: Lease, *, busy: bool) -> bool:
+    def renew(self, lease: LeaseRecord, *, busy: bool) -> bool:
         known = self.leases.get(lease.id)
         if known is None:
             return False
         capped = bool(self.waiters) or self.policy.strict_hold
         decision = decide_renew(
-            known, lease.epoch, self.now, capped=capped and self.scheme.order is Order.OURS
+            known, lease.epoch, self.now, capped=capped and self.scheme.order is ServiceOrder.OURS
         )
         if not isinstance(decision, Renewed):
             return False
@@ -192,13 +193,13 @@ class World:
         )
         return True
 
-    def mark(self, lease: Lease, *, busy: bool) -> None:
+    def mark(self, lease: LeaseRecord, *, busy: bool) -> None:
         known = self.leases.get(lease.id)
         if known is not None and known.epoch == lease.epoch and known.state is LeaseState.ACTIVE:
             self.pool.set_lease(changed(known, busy=busy, active_at=self.now))
 
-    def release(self, lease: Lease) -> None:
-        """By its holder. The device goes back when its teardown is settled."""
+    def release(self, lease: LeaseRecord) -> None:
+        """End a lease for its holder. The device goes back when its teardown is settled."""
         known = self.leases[lease.id]
         if known.state is LeaseState.ENDED:
             return
@@ -207,10 +208,10 @@ class World:
             late = known.reason if known.state is LeaseState.REVOKING else EndReason.RELEASED
         self._end(known, late or EndReason.REVOKED, known.detail)
 
-    def _end(self, lease: Lease, reason: EndReason, detail: str) -> Lease:
+    def _end(self, lease: LeaseRecord, reason: EndReason, detail: str) -> LeaseRecord:
         ended = changed(
             lease,
-            state=after(lease.state, Event.END),
+            state=after(lease.state, LeaseEvent.END),
             reason=reason,
             detail=detail,
             ended_at=self.now,
@@ -225,7 +226,7 @@ class World:
         return ended
 
     def settle(self, lease_id: str) -> None:
-        """The teardown is proven: the slices go back, and to who is first in order, at once."""
+        """The teardown is proven: the slices are free, and go at once to the first in order."""
         lease = self.leases[lease_id]
         if lease.state is not LeaseState.ENDED:
             raise InvariantBroken(f"lease {lease_id} was settled while {lease.state.value}")
@@ -246,13 +247,13 @@ class World:
     def hand_out(self) -> None:
         if not self.waiters:
             return
-        if self.scheme.order is Order.OURS:
+        if self.scheme.order is ServiceOrder.OURS:
             for decision in admission.place(self.pool, self.now):
                 self._place(decision)
             return
         while self.waiters:
             waiter = next(iter(self.waiters.values()))
-            slices = self.pool.rooms.fit(waiter.request.shape())
+            slices = self.pool.device_index.fit(waiter.request.shape())
             if slices is None:
                 return
             self._place(
@@ -271,7 +272,7 @@ class World:
         self.news.append(News(Happened.GRANTED, granted))
 
     def tick(self) -> int | None:
-        """What the warden's tick does; when to look again."""
+        """Do what the warden's tick does; return when to look again."""
         # Where the list is not ours nobody waits in the pool, and only what has run out is ended.
         decided = schedule.tick(self.pool, self.now)
         rest = [step for step in decided if not isinstance(step, Grant | Offer)]
@@ -283,7 +284,7 @@ class World:
         else:
             for decision in placed:
                 self._place(decision)
-        if not self.waiters or self.scheme.order is Order.ARRIVAL:
+        if not self.waiters or self.scheme.order is ServiceOrder.ARRIVAL:
             return None  # each grant and renewal is looked at when it runs out
         return schedule.next_look_at(self.pool, self.now)
 
@@ -299,7 +300,7 @@ class World:
         elif isinstance(step, Revoke):
             revoked = changed(
                 lease,
-                state=after(lease.state, Event.REVOKE),
+                state=after(lease.state, LeaseEvent.REVOKE),
                 deadline_at=step.deadline_at,
                 reason=step.end_reason,
                 detail=step.reason,
@@ -309,7 +310,9 @@ class World:
 
     # counting
 
-    def _shift(self, name: str, *, leases: int = 0, slices: Lease | None = None, waiting: int = 0) -> None:
+    def _shift(
+        self, name: str, *, leases: int = 0, slices: LeaseRecord | None = None, waiting: int = 0
+    ) -> None:
         """Bring the tenant's use forward to now, then change its rate and live numbers."""
         tenant = self.tenants[name]
         live_bytes = rate = 0
@@ -331,8 +334,8 @@ class World:
         self.pool.set_tenant(shifted)
 
     def check(self) -> None:
-        """What must hold after every event: no device holds more than it has (L2), the sums are those of who is there, and nobody
-        both waits and holds."""
+        """Check what must hold after every event: no device holds more than it has (L2), the sums match the
+        leases and waiters, and nobody both waits and holds."""
         held: dict[str, list[Resident]] = {name: [] for name in self.devices}
         for lease in self.leases.values():
             for s in lease.slices:

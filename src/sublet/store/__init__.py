@@ -1,0 +1,1 @@
+"""A checkpoint's bytes: saving, loading, replicas, upkeep."""

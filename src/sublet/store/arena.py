@@ -1,8 +1,9 @@
 """The arena: one run of shared memory a state is copied into, reused from save to save.
 
 Rules of this file:
-- Copying is all the training thread pays: what already lies in the arena is compared and left alone, so most of it is read and not
-  written when little changed. Comparing is exact; a tensor's own version counter misses fused optimizers.
+- Copying is all the training thread pays: what already lies in the arena is compared and left alone, so most
+  of it is read and not written when little changed. Comparing is exact; a tensor's own version counter misses
+  fused optimizers.
 - Its pages are there before the first save, and stay: touching fresh memory costs thirty times the copy.
 - It is an anonymous file: a writer process maps the same bytes.
 """
@@ -17,7 +18,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from sublet.core.checkpoint import Layout, Span, aligned
+from sublet.core.checkpoints.checkpoint import ByteSpan, Layout, aligned
 
 try:
     import fcntl
@@ -38,8 +39,9 @@ _PIECE = 1 << 20
 
 class Arena:
     def __init__(self, size: int, fd: int = -1, *, shared: bool = True, populate: bool = True) -> None:
-        """A new one of zeros, or the one behind a descriptor that was given to us. One that is not shared has no descriptor: what
-        becomes a loaded state's own memory must not be the memory of processes forked later too."""
+        """A new one of zeros, or the one behind a descriptor that was given to us. One that is not shared has
+        no descriptor: what becomes a loaded state's own memory must not be the memory of processes forked
+        later too."""
         self.size = max(size, mmap.PAGESIZE)
         self.fd = fd
         if fd < 0 and shared:
@@ -63,18 +65,18 @@ class Arena:
         if populate and fd < 0:
             self._populate_all()
 
-    def populate(self, span: Span) -> None:
-        """Have the pages now. A kernel that cannot gives them when they are touched."""
+    def populate(self, span: ByteSpan) -> None:
+        """Allocate the pages now. A kernel that cannot do that allocates them when they are touched."""
         first = span.offset // mmap.PAGESIZE * mmap.PAGESIZE
         last = min(aligned(span.end, mmap.PAGESIZE), aligned(self.size, mmap.PAGESIZE))
         _libc.madvise(self.address + first, last - first, _MADV_POPULATE_WRITE)
 
     def _populate_all(self) -> None:
         if self.size <= POPULATE_THREADS * _PIECE:
-            self.populate(Span(0, self.size))
+            self.populate(ByteSpan(0, self.size))
             return
         each = aligned(-(-self.size // POPULATE_THREADS), mmap.PAGESIZE)
-        parts = [Span(at, min(each, self.size - at)) for at in range(0, self.size, each)]
+        parts = [ByteSpan(at, min(each, self.size - at)) for at in range(0, self.size, each)]
         with ThreadPoolExecutor(POPULATE_THREADS) as pool:
             list(pool.map(self.populate, parts))
 
@@ -86,7 +88,8 @@ class Arena:
         all_new: bool,
         only: Sequence[int] | None = None,
     ) -> list[bool]:
-        """Copy the storages in, or only those of these numbers; for each chunk, whether it is different from what lay there."""
+        """Copy the storages in, or only those of these numbers; for each chunk, whether it is different from
+        what lay there."""
         pieces = self._pieces(storages, layout, range(len(storages)) if only is None else only)
         dirty = [all_new] * len(layout.chunks)
         if len(pieces) > 1 and layout.size > 4 * _PIECE:
@@ -101,7 +104,7 @@ class Arena:
     def _pieces(
         self, storages: Sequence[memoryview], layout: Layout, numbers: Sequence[int]
     ) -> list[tuple[int, int, int, int]]:
-        """Chunk, where to, where from and how much of each part of a storage that lies in one chunk."""
+        """(chunk, target, source, length) of each part of a storage that lies in one chunk."""
         pieces = []
         chunk = 0
         for number in sorted(numbers, key=lambda n: layout.storages[n].offset):
@@ -120,7 +123,8 @@ class Arena:
         return pieces
 
     def abandon(self) -> None:
-        """Give the descriptor back, and leave the memory to the threads that may still write to it: it goes with the last of them."""
+        """Give the descriptor back, and leave the memory to the threads that may still write to it: it goes
+        with the last of them."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -135,7 +139,8 @@ class Arena:
 
 
 def _batches(pieces: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
-    """A few for each thread, of as many bytes: handing out each piece by itself costs more than the small ones take."""
+    """A few batches for each thread, of about as many bytes each: handing out small pieces one by one costs
+    more than copying them."""
     most = sum(size for *_, size in pieces) // (4 * THREADS) + 1
     batches: list[list[tuple[int, int, int, int]]] = [[]]
     taken = 0
@@ -149,7 +154,7 @@ def _batches(pieces: list[tuple[int, int, int, int]]) -> list[list[tuple[int, in
 
 
 def _put(pieces: Sequence[tuple[int, int, int, int]]) -> list[int]:
-    """Chunks that were different."""
+    """Copy the pieces. Returns the chunks that were different."""
     changed = []
     memcmp, memmove = _libc.memcmp, _libc.memmove
     for chunk, target, source, size in pieces:
@@ -157,7 +162,8 @@ def _put(pieces: Sequence[tuple[int, int, int, int]]) -> list[int]:
         while at < size:
             length = min(_PIECE, size - at)
             if memcmp(target + at, source + at, length):
-                # From the first difference on a plain copy: comparing what will be copied anyway only reads it twice.
+                # From the first difference on a plain copy: comparing what will be copied anyway only reads
+                # it twice.
                 memmove(target + at, source + at, size - at)
                 changed.append(chunk)
                 break

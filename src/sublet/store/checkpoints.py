@@ -1,10 +1,11 @@
 """The checkpoint store: states by name and version.
 
 Rules of this file:
-- Order of a save: copy, chunks to a quorum, manifest to a quorum, then the head, in one transaction with the fence (C1, S2). Before the
-  head moved nothing happened; after it everything is durable (C6).
-- A chunk whose bytes are known to be stored is not written again. A save refers to packs of its parent, which is the head until the
-  commit, and to packs this process wrote lately; to nothing else, because anything else a sweep may be about to delete (C5).
+- Order of a save: copy, chunks to a quorum, manifest to a quorum, then the head, in one transaction with the
+  fence (C1, S2). Before the head moved nothing happened; after it everything is durable (C6).
+- A chunk whose bytes are known to be stored is not written again. A save refers to packs of its parent, which
+  is the head until the commit, and to packs this process wrote lately; to nothing else, because anything else
+  a sweep may be about to delete (C5).
 - History is the chain of manifests from the head back, each naming its parent.
 """
 
@@ -18,68 +19,54 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from sublet.core.checkpoint import (
+from sublet.core.checkpoints.checkpoint import (
     LONGEST_SAVE_US,
     Away,
+    ByteSpan,
     ChunkEntry,
     Manifest,
-    Span,
     TensorEntry,
     away_of,
     lay_out,
     manifest_bytes,
 )
-from sublet.core.effect import Commit, Duplicate, Head, Steps
-from sublet.core.errors import (
-    BadInput,
-    Damaged,
-    Disconnected,
-    HeadMoved,
-    NotDurable,
-)
+from sublet.core.checkpoints.versions import Adoption
+from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, NotDurable
+from sublet.core.progress.effect import AlreadyCommitted, Commit, Head, Steps
 from sublet.core.values import check_job
-from sublet.core.versions import Adoption
-from sublet.failpoints import failpoint
-from sublet.ports.ledger import LeaseKey, Ledger
-from sublet.ports.memory import HostMemory
+from sublet.machine.failpoints import failpoint
+from sublet.ports.ledger import Ledger
+from sublet.ports.store import Fence, HostMemory
 from sublet.store.arena import Arena
-from sublet.store.background import Writer
-from sublet.store.catching_up import Behind, CatchingUp
-from sublet.store.lineage import is_digest
-from sublet.store.loading import READERS, Loading
-from sublet.store.ownership import claim
-from sublet.store.packing import Packed, digest, write_pack
-from sublet.store.replicas import Account, Kept, Replicas, Spread
-from sublet.store.restoring import part_of
-from sublet.store.saving import Owned, Saved, Saving
+from sublet.store.load.loading import READERS, Loading
+from sublet.store.load.restoring import part_of
+from sublet.store.load.weights import Exported, read_weights, tensors_of, write_safetensors
+from sublet.store.replicas.catching_up import CatchingUp, ReplicaLag
+from sublet.store.replicas.ownership import claim
+from sublet.store.replicas.quorum import KnownPacks, PublishedManifest, Replicas, SaveTimings
+from sublet.store.save.background import Writer
+from sublet.store.save.packing import Packed, digest, write_pack
+from sublet.store.save.saving import Owned, PendingSave, Saved
 from sublet.store.slots import Slot
-from sublet.store.sweeping import Progress, quiet
 from sublet.store.tree import take_apart
-from sublet.store.weights import Exported, read_weights, tensors_of, write_safetensors
+from sublet.store.upkeep.lineage import is_digest
+from sublet.store.upkeep.sweeping import Progress, quiet
 
 #: Fewer bytes are written by a thread: they disturb training less than starting a process would.
 WORTH_A_PROCESS = 1 << 20
-#: How long a store that is closed waits for replicas that take what they lack. One that is away is not waited for.
+#: How long a store that is closed waits for replicas that take what they lack. One that is away is not waited
+#: for.
 FAREWELL_SECONDS = 30.0
 #: How often the outcome of a commit is asked for when the connection broke under it.
 ASK_AGAIN = 5
 
 
-Write = Callable[[Arena, Sequence[Span]], Packed]
-#: Moves the head to a manifest that is durable; its version.
-#: The manifest, its digest, and what it stores that the version before had not.
+Write = Callable[[Arena, Sequence[ByteSpan]], Packed]
+#: Moves the head to a durable manifest. Takes the manifest, its digest, and the bytes it stores that the
+#: version before did not; returns the new version.
 Commits = Callable[[Manifest, str, int], int]
-
-
-@runtime_checkable
-class Fenced(Protocol):
-    """What a save needs of a lease."""
-
-    @property
-    def key(self) -> LeaseKey: ...
-    def check(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +91,7 @@ class CheckpointStore(Loading):
         self, replicas: Replicas, ledger: Callable[[], Ledger], memory: HostMemory | None = None
     ) -> None:
         super().__init__(replicas, ledger, memory)
-        self._behind: Saving | None = None
+        self._behind: PendingSave | None = None
         self._owned: Owned | None = None
         self._writer = Writer()
         self._catching_up = CatchingUp(replicas, lambda: self.lineage.everything())
@@ -113,7 +100,7 @@ class CheckpointStore(Loading):
         self._pid = os.getpid()
 
     def _leave_the_parents(self) -> None:
-        """After a fork: its parent's threads are not here, nor who would free the locks they had."""
+        """After a fork: the parent's threads are not here, and nobody would free the locks they held."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._behind = self._owned = None
@@ -122,8 +109,8 @@ class CheckpointStore(Loading):
             self._catching_up = CatchingUp(self._replicas, lambda: self.lineage.everything())
 
     def close(self) -> None:
-        """Waits for a save that is under way, and for replicas that are catching up with it, for a while; then gives the memory of the last
-        states back. What was loaded is the caller's."""
+        """Waits for a save that is under way, and for replicas that are catching up with it, for a while;
+        then gives the memory of the last states back. What was loaded is the caller's."""
         self._leave_the_parents()
         try:
             self.settle()
@@ -149,7 +136,7 @@ class CheckpointStore(Loading):
         silent = {r.name: r.away for r in self._replicas.remote if r.away} | self._writer.away
         return away_of(self._replicas.policy, silent, self._replicas.domains)
 
-    def behind(self) -> list[Behind]:
+    def behind(self) -> list[ReplicaLag]:
         """Replicas that have not got yet what was committed, and by how much."""
         return self._catching_up.standing()
 
@@ -160,7 +147,8 @@ class CheckpointStore(Loading):
         return self._catching_up.settle(seconds, patient=True)
 
     def give_up(self) -> None:
-        """A save under way fails now instead of waiting for a replica; its head does not move, unless it has (C6)."""
+        """A save under way fails now instead of waiting for a replica; its head does not move, unless it has
+        (C6)."""
         self._given_up = True
         for replica in self._replicas.remote:
             replica.give_up()
@@ -181,15 +169,15 @@ class CheckpointStore(Loading):
         state: Any,
         *,
         expected_version: int,
-        lease: Fenced,
+        lease: Fence,
         schema: str = "",
         step: int | None = None,
         steps: Steps | None = None,
     ) -> Saved:
         """Durable and committed when it returns. Raises with the head unmoved otherwise; never half.
 
-        `steps` says more of what is committed than the number of one step: several, their cursor, what came of them, and effects
-        that become true with them.
+        `steps` says more of what is committed than the number of one step: several, their cursor, what came
+        of them, and effects that become true with them.
         """
         self.settle()
         self._take_up()
@@ -202,18 +190,21 @@ class CheckpointStore(Loading):
         state: Any,
         *,
         expected_version: int,
-        lease: Fenced,
+        lease: Fence,
         schema: str = "",
         step: int | None = None,
         steps: Steps | None = None,
         overlap: Any = None,
-    ) -> Saving:
-        """Copied when it returns: the state may change at once. Hashed, written and committed behind the next steps, by another process.
+    ) -> PendingSave:
+        """Copied when it returns: the state may change at once. Hashed, written and committed behind the next
+        steps, by another process.
 
-        With `overlap=optimizer` (or a list of them) what the optimizer owns is copied behind the next forward and backward passes
-        too, at the latest when the optimizer steps. Nothing else may write to its parameters until then.
+        With `overlap=optimizer` (or a list of them) what the optimizer owns is copied behind the next forward
+        and backward passes too, at the latest when the optimizer steps. Nothing else may write to its
+        parameters until then.
 
-        One at a time: the next save waits for this one, and raises what became of it if it failed. Its head has then not moved.
+        One at a time: the next save waits for this one, and raises what became of it if it failed. Its head
+        has then not moved.
         """
         self.settle()
         self._take_up()
@@ -222,7 +213,7 @@ class CheckpointStore(Loading):
             name, state, expected_version, lease, schema, steps.step if steps else step, owned
         )
         commit = self._leased(lease, steps)
-        saving = Saving(lambda: self._finish(copied, commit, self._write_behind, owned))
+        saving = PendingSave(lambda: self._finish(copied, commit, self._write_behind, owned))
         try:
             if owned is not None:
                 owned.finish_before_steps()
@@ -238,7 +229,8 @@ class CheckpointStore(Loading):
         return saving
 
     def settle(self) -> None:
-        """Wait for the save that is under way, if there is one, and raise what went wrong with it. Said once."""
+        """Wait for the save that is under way, if there is one, and raise what went wrong with it. Said
+        once."""
         self._leave_the_parents()
         behind, owned = self._behind, self._owned
         if behind is None:
@@ -249,14 +241,14 @@ class CheckpointStore(Loading):
             owned.let_steps_go()
         behind.result()
 
-    def _write_here(self, arena: Arena, spans: Sequence[Span]) -> Packed:
+    def _write_here(self, arena: Arena, spans: Sequence[ByteSpan]) -> Packed:
         return write_pack(arena.view, spans, self._replicas.replicas, self._replicas.enough)
 
-    def _write_behind(self, arena: Arena, spans: Sequence[Span]) -> Packed:
+    def _write_behind(self, arena: Arena, spans: Sequence[ByteSpan]) -> Packed:
         small = sum(span.size for span in spans) < WORTH_A_PROCESS
         return (self._write_here if small else self._write_elsewhere)(arena, spans)
 
-    def _write_elsewhere(self, arena: Arena, spans: Sequence[Span]) -> Packed:
+    def _write_elsewhere(self, arena: Arena, spans: Sequence[ByteSpan]) -> Packed:
         # The domain is ours to know; without one a '@' in a path would be taken for its beginning.
         quorum = {"policy": asdict(self._replicas.policy), "domains": self._replicas.domains}
         return self._writer.write(arena, spans, [f"{r.name}@writer" for r in self._replicas.replicas], quorum)
@@ -266,14 +258,15 @@ class CheckpointStore(Loading):
         name: str,
         state: Any,
         expected_version: int,
-        lease: Fenced | str,
+        lease: Fence | str,
         schema: str,
         step: int | None,
         owned: Owned | None = None,
     ) -> _Copied:
-        """What the training thread pays for: everything after this needs the arena, and not the state (or what is owned of it)."""
+        """What the training thread pays for: everything after this needs the arena, and not the state (or
+        what is owned of it)."""
         check_job(name)
-        if isinstance(lease, Fenced):
+        if isinstance(lease, Fence):
             lease.check()
         self._join_ahead()
         head = self._ledger().head(name)
@@ -302,7 +295,7 @@ class CheckpointStore(Loading):
             slot=slot,
             since=_now_us(),
             tenant=self._tenant(head, lease),
-            epoch=lease.key.epoch if isinstance(lease, Fenced) else 0,
+            epoch=lease.key.epoch if isinstance(lease, Fence) else 0,
         )
         if owned is None:
             slot.entries = _unchanged(known, dirty)
@@ -321,17 +314,18 @@ class CheckpointStore(Loading):
 
     def _store(self, copied: _Copied, commit: Commits, write: Write) -> Saved:
         slot = copied.slot
-        account = Account()
+        account = SaveTimings()
         lacking: dict[str, dict[str, tuple[ChunkEntry, ...] | None]] = {}
         if not self._claimed:
             claim(self._replicas.replicas, self._ledger().identity().id)
             self._claimed = True
-        kept = Kept(self._replicas)
+        kept = KnownPacks(self._replicas)
         # Who saved the state before knows what changed since; anybody else looks for what that state had.
         mine = copied.parent == slot.saved_as
         parent = None if mine else self._parent(copied.parent)
         lately = {p for p, since in slot.written.items() if copied.since - since < LONGEST_SAVE_US}
-        # A parent that does not read gives nothing to refer to: what this process saved before it may be swept already.
+        # A parent that does not read gives nothing to refer to: what this process saved before it may be
+        # swept already.
         usable = lately | (slot.packs if mine else set(parent.packs) if parent is not None else set())
         there = kept.among({e.pack for e in slot.entries if e is not None} & usable)
         slot.entries = [e if e is not None and e.pack in there else None for e in slot.entries]
@@ -361,10 +355,12 @@ class CheckpointStore(Loading):
         failpoint("after_quorum")
         if _now_us() - copied.since > LONGEST_SAVE_US:
             raise NotDurable(
-                f"the save of {copied.name} took longer than {LONGEST_SAVE_US // 3_600_000_000} hours, and was given up",
+                f"the save of {copied.name} took longer than {LONGEST_SAVE_US // 3_600_000_000} hours, and "
+                "was given up",
                 remedy="use faster replicas; what was written is shared with the next save",
             )
-        # By what the version before needed, not by what was written now: an attempt that was refused has written it already.
+        # By what the version before needed, not by what was written now: an attempt that was refused has
+        # written it already.
         before = slot.packs if mine else frozenset(parent.packs if parent is not None else ())
         committed = commit(manifest, name_of_manifest, manifest.added_bytes(before))
         slot.settle_on(name_of_manifest, manifest)
@@ -384,11 +380,11 @@ class CheckpointStore(Loading):
 
     def _owe(
         self,
-        spread: Spread,
+        spread: PublishedManifest,
         lacking: dict[str, dict[str, tuple[ChunkEntry, ...] | None]],
-        manifest: tuple[str, bytes, Account],
+        manifest: tuple[str, bytes, SaveTimings],
     ) -> None:
-        """What is committed now and was not waited for."""
+        """Note what is committed now and was not waited for."""
         account = manifest[2]
         remote = {r.name for r in self._replicas.remote}
         without = {name for name in remote if name in spread.late or name in spread.failed}
@@ -398,7 +394,8 @@ class CheckpointStore(Loading):
             self._catching_up.owe(name, packs=lacking.get(name, {}), manifest=manifest)
 
     def _parent(self, digest: str) -> Manifest | None:
-        """The state before, whose chunks need not be written again. Losing it must not keep the next one from being saved."""
+        """The state before, whose chunks need not be written again. Losing it must not keep the next one from
+        being saved."""
         try:
             return self._replicas.manifest(digest, self.health) if digest else None
         except Damaged:
@@ -408,11 +405,12 @@ class CheckpointStore(Loading):
         self,
         copied: _Copied,
         parent: Manifest | None,
-        kept: Kept,
+        kept: KnownPacks,
         write: Write,
         lacking: dict[str, dict[str, tuple[ChunkEntry, ...] | None]],
     ) -> int:
-        """Everything not known to be stored: looked for by digest in the parent, written if it is not there."""
+        """Everything not known to be stored: looked for by digest in the parent, written if it is not
+        there."""
         slot = copied.slot
         unknown = [n for n, entry in enumerate(slot.entries) if entry is None]
         stored: dict[tuple[str, int], ChunkEntry] = {}
@@ -445,16 +443,22 @@ class CheckpointStore(Loading):
             lacking.setdefault(name, {})[packed.pack] = whole
         return sum(span.size for span in spans)
 
-    def _tenant(self, head: Head | None, lease: Fenced | str) -> str:
+    def _tenant(self, head: Head | None, lease: Fence | str) -> str:
         if isinstance(lease, str):
             return lease
         return head.tenant if head else self._ledger().look(lease.key.lease_id).lease.tenant
 
-    def _leased(self, lease: Fenced, steps: Steps | None = None) -> Commits:
+    def _leased(self, lease: Fence, steps: Steps | None = None) -> Commits:
         return lambda manifest, name, added: self._commit(self._ledger(), lease, manifest, name, added, steps)
 
     def _commit(
-        self, ledger: Ledger, lease: Fenced, manifest: Manifest, name: str, added: int, steps: Steps | None
+        self,
+        ledger: Ledger,
+        lease: Fence,
+        manifest: Manifest,
+        name: str,
+        added: int,
+        steps: Steps | None,
     ) -> int:
         said = steps or Steps(step=manifest.step)
         commit = Commit(
@@ -474,7 +478,7 @@ class CheckpointStore(Loading):
         )
         try:
             answer = ledger.commit(lease.key, commit)
-            if isinstance(answer, Duplicate):
+            if isinstance(answer, AlreadyCommitted):
                 raise HeadMoved(
                     f"{commit.key} was committed before, at version {answer.version}", version=answer.version
                 )
@@ -507,8 +511,8 @@ class CheckpointStore(Loading):
         version: int | str | None = None,
         progress: Progress = quiet,
     ) -> Exported:
-        """Tensors to a `.safetensors` file, every byte verified first. `weights` names the part they are in ('model'), whose names
-        they then have in the file; without it they have their whole paths."""
+        """Tensors to a `.safetensors` file, every byte verified first. `weights` names the part they are in
+        ('model'), whose names they then have in the file; without it they have their whole paths."""
         found = self.manifest(name, version)
         state = self.load(
             name, version=found.version, keys=None if weights is None else [weights], progress=progress
@@ -531,7 +535,8 @@ class CheckpointStore(Loading):
         tenant: str = "default",
         actor: str = "operator",
     ) -> Saved:
-        """A new job that begins with the weights of a `.safetensors` or `.pt` file, as `under` ('model') of its state."""
+        """A new job that begins with the weights of a `.safetensors` or `.pt` file, as `under` ('model') of
+        its state."""
         head = self._ledger().head(check_job(name))
         if head is not None:
             raise HeadMoved(

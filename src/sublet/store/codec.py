@@ -1,9 +1,10 @@
 """The codec of a Durable's value: a tree of plain values and tensors, in one run of bytes. No pickle.
 
 Rules of this file:
-- Layout: the length of the description, the description (JSON), then the storages, each aligned for its tensors.
-- The same trees as a checkpoint's (`store.tree`), bit for bit. Whatever is read is checked before it is used: every storage lies inside
-  the bytes, none overlaps another, each is used by one part of the tree only (C7).
+- Layout: the length of the description, the description (JSON), then the storages, each aligned for its
+  tensors.
+- The same trees as a checkpoint's (`store.tree`), bit for bit. Whatever is read is checked before it is used:
+  every storage lies inside the bytes, none overlaps another, each is used by one part of the tree only (C7).
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import struct
 from importlib.metadata import entry_points
 from typing import Any
 
-from sublet.core.checkpoint import MAX_MANIFEST_BYTES, MAX_PARTS, aligned, read_tensors, tensor_rows
+from sublet.core.checkpoints.checkpoint import (
+    MAX_MANIFEST_BYTES,
+    MAX_PARTS,
+    aligned,
+    read_tensors,
+    tensor_rows,
+)
 from sublet.core.errors import BadInput, Damaged, Misconfigured, Unsavable
-from sublet.ports.codec import Codec
+from sublet.ports.region import Codec
 from sublet.store.tree import put_together, take_apart
 
 ALIGN = 64
@@ -23,7 +30,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class TreeCodec:
-    """Implements `ports.codec.Codec`."""
+    """Implements `ports.region.Codec`."""
 
     id = "tree-1"
 
@@ -44,20 +51,20 @@ class TreeCodec:
     def decode(self, data: memoryview) -> Any:
         try:
             if data.nbytes < _LENGTH.size:
-                raise Damaged("the value is shorter than any")
+                raise Damaged("the value is too short to be one")
             (length,) = _LENGTH.unpack_from(data)
             if length > min(MAX_MANIFEST_BYTES, data.nbytes - _LENGTH.size):
                 raise Damaged("the value's description reaches beyond it")
             body = json.loads(bytes(data[_LENGTH.size : _LENGTH.size + length]))
             if type(body) is not dict or body.keys() != {"tree", "tensors", "sizes"}:
-                raise Damaged("the value's description is none of ours")
+                raise Damaged("the value's description is not one of ours")
             storages = _storages(data, _LENGTH.size + length, body["sizes"])
             tensors = read_tensors(body["tensors"], len(storages))
         except Damaged:
             raise
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, BadInput) as e:
             raise Damaged(
-                f"the value's description is none of ours: {type(e).__name__}: {str(e)[:200]}"
+                f"the value's description is not one of ours: {type(e).__name__}: {str(e)[:200]}"
             ) from e
         used: set[int] = set()
 
@@ -86,7 +93,7 @@ def _check_readable(length: int, storages: int, tensors: Any) -> None:
 
 def _storages(data: memoryview, end: int, sizes: Any) -> list[memoryview]:
     if type(sizes) is not list or len(sizes) > MAX_PARTS:
-        raise Damaged("the value's description is none of ours")
+        raise Damaged("the value's description is not one of ours")
     found = []
     for size in sizes:
         start = aligned(end, ALIGN)

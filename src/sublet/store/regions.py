@@ -1,11 +1,13 @@
 """Regions in a directory: one file for each block and epoch.
 
 Rules of this file:
-- A file is named by the block's id and the epoch it belongs to, and appears under that name only when it is whole and synced. The highest
-  epoch is the block; whoever has an older file open writes where nobody looks.
-- A file's size never changes and its space is taken when it is made, so a checkpoint needs no new space and moves no metadata.
-- Names are checked, opened relative to the folder, and never followed through a link (threat 9).
-- A slot is copied, hashed and written from memory of our own: a value that changes meanwhile cannot make a slot that does not verify.
+- A file is named by the block's id and the epoch it belongs to, and appears under that name only when it is
+  whole and synced. The highest epoch is the block; whoever has an older file open writes where nobody looks.
+- A file's size never changes and its space is taken when it is made, so a checkpoint needs no new space and
+  moves no metadata.
+- Names are checked, opened relative to the folder, and never followed through a link.
+- A slot is copied, hashed and written from memory of our own: a value that changes meanwhile cannot make a
+  slot that does not verify.
 """
 
 from __future__ import annotations
@@ -23,9 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sublet.core.block import BLOCK_BYTES, check_locator
-from sublet.core.errors import BlockTooSmall, Damaged, Fenced, NotDurable
-from sublet.core.region import (
+from sublet.core.checkpoints.region import (
     DIGEST_AT,
     DIGEST_BYTES,
     HEADER_BYTES,
@@ -40,7 +40,10 @@ from sublet.core.region import (
     read_header,
     slot_at,
 )
-from sublet.failpoints import failpoint
+from sublet.core.errors import BlockTooSmall, Damaged, Fenced, NotDurable
+from sublet.core.leasing.block import BLOCK_BYTES, check_locator
+from sublet.machine.durable import sync_path
+from sublet.machine.failpoints import failpoint
 
 _FILE = re.compile(r"(B[0-9a-f]{20})\.([0-9]{1,19})", re.ASCII)
 _DRAFT = re.compile(r"draft-(B[0-9a-f]{20})\.([0-9]{1,19})-[0-9a-f]{16}", re.ASCII)
@@ -64,8 +67,8 @@ class DirectoryRegions:
     def _folder(self, *, make: bool = False) -> Iterator[int]:
         if make and not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _sync(self.path.parent)
-            _sync(self.path.parent.parent)
+            sync_path(self.path.parent)
+            sync_path(self.path.parent.parent)
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield fd
@@ -108,7 +111,7 @@ class DirectoryRegions:
             return made
 
     def _make(self, block_id: str, epoch: int, blocks: int, source: int | None) -> FileRegion:
-        """Whole and synced before it has its name, and the name synced before anybody is told (C6)."""
+        """Make a file: synced whole before it has its name, and its name synced before this returns (C6)."""
         name = f"{block_id}.{epoch}"
         draft = f"draft-{name}-{secrets.token_hex(8)}"
         with _durably(), self._folder(make=True) as folder:
@@ -169,7 +172,7 @@ class DirectoryRegions:
 
 
 def _open_file(folder: int, name: str) -> int:
-    """For reading, if it is a file and nothing that only looks like one."""
+    """Open for reading what must be a plain file, and no link or pipe in its place."""
     try:
         fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=folder)
     except OSError as e:
@@ -186,7 +189,8 @@ def _open_file(folder: int, name: str) -> int:
 
 
 def _copy(source: int, target: int, size: int) -> None:
-    """What is there of it, up to the region's size. A slot that is cut short does not verify, the other one may."""
+    """Copy what is there, up to the region's size. A slot that is cut short does not verify, the other one
+    may."""
     buffer = memoryview(mmap.mmap(-1, min(_COPY_BYTES, size)))
     at = 0
     while at < size:
@@ -227,7 +231,8 @@ class FileRegion:
             if isinstance(found, (Empty, Bad)):
                 return found, nothing
             header, claimed = found
-            # Memory that begins at a page, so that tensors in it are aligned; bounded by the region's own size (C7).
+            # Memory that begins at a page, so that tensors in it are aligned; bounded by the region's own
+            # size (C7).
             payload = memoryview(mmap.mmap(-1, max(1, header.length)))[: header.length]
             done = 0
             while done < header.length:
@@ -247,7 +252,8 @@ class FileRegion:
             needed = blocks_for(header.length)
             raise BlockTooSmall(
                 f"the value takes {header.length} bytes, and the block's {self._blocks} blocks hold "
-                f"{capacity_bytes(self._blocks)}: it needs {needed} blocks; the checkpoint before is untouched",
+                f"{capacity_bytes(self._blocks)}: it needs {needed} blocks; the checkpoint before is "
+                "untouched",
                 remedy=f"take a larger block, sublet.block(blocks={needed}), and checkpoint there",
             )
         staged = self._stage(header.length)
@@ -268,7 +274,7 @@ class FileRegion:
         return str(digest.hexdigest())
 
     def _stage(self, length: int) -> memoryview:
-        """Kept from one checkpoint to the next: fresh memory costs many times the copy."""
+        """A buffer, kept from one checkpoint to the next: fresh memory costs many times the copy."""
         wanted = HEADER_BYTES + length
         if self._staging is None or len(self._staging) < wanted:
             self._staging = memoryview(mmap.mmap(-1, wanted))
@@ -279,14 +285,6 @@ class FileRegion:
 
 
 assert DIGEST_AT + DIGEST_BYTES <= HEADER_BYTES
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

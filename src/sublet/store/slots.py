@@ -1,9 +1,11 @@
-"""Slots: the last state of each name that this process saved or loaded, in an arena, and where its chunks are stored.
+"""Slots: the last state of each name that this process saved or loaded, in an arena, and where its chunks are
+stored.
 
 Rules of this file:
-- What a slot says about a chunk is true of the arena's bytes, or it says nothing: an entry is taken back before bytes change.
-- An arena is this process's own. A forked child lets go of its parent's, and one that outlived a dead process is believed chunk by
-  chunk, each only after its digest was computed again (C3).
+- What a slot says about a chunk is true of the arena's bytes, or it says nothing: an entry is taken back
+  before bytes change.
+- An arena is this process's own. A forked child lets go of its parent's, and one that outlived a dead process
+  is believed chunk by chunk, each only after its digest was computed again (C3).
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sublet.core.checkpoint import ChunkEntry, Layout, Manifest, read_manifest
+from sublet.core.checkpoints.checkpoint import ChunkEntry, Layout, Manifest, read_manifest
 from sublet.core.errors import Damaged
-from sublet.ports.memory import HostMemory
+from sublet.ports.store import HostMemory
 from sublet.store.arena import Arena
-from sublet.store.packing import digest
+from sublet.store.save.packing import digest
 
 
 @dataclass(slots=True)
@@ -27,7 +29,7 @@ class Slot:
     saved_as: str = ""  # the manifest whose state this process committed or loaded last
     packs: frozenset[str] = frozenset()  # and what it refers to
     in_use: bool = False  # a save copies into it, or writes from it
-    inherited: bool = False  # from a dead process: nothing of it is known before it was looked at
+    inherited: bool = False  # from a dead process: nothing in it is trusted before it was verified
     written: dict[str, int] = field(
         default_factory=dict
     )  # packs of saves that were not committed, and since when
@@ -38,7 +40,7 @@ class Slot:
         return entry is not None and entry.digest == chunk.digest
 
     def settle_on(self, name: str, manifest: Manifest) -> None:
-        """It holds the state of this manifest, which is the head."""
+        """Note that it holds the state of this manifest, which is the head."""
         self.saved_as, self.packs = name, frozenset(manifest.packs)
         self.written.clear()
 
@@ -71,12 +73,12 @@ class Slots:
             self._slots.pop(name).arena.close()
 
     def abandon(self, name: str) -> None:
-        """What filled its arena was interrupted, and threads of it may not have noticed yet: nobody uses that arena again."""
+        """Never use the arena again: filling it was interrupted, and threads may still write to it."""
         if self.get(name) is not None:
             self._slots.pop(name).arena.abandon()
 
     def close(self) -> None:
-        """Give all memory back, also what the host would remember."""
+        """Give all memory back, including what the host would remember."""
         for name in list(self._slots):
             if self._memory is not None and self._pid == os.getpid():
                 self._memory.drop(name)
@@ -89,7 +91,8 @@ class Slots:
             self._memory.keep(name, slot.arena.fd, slot.arena.size, manifest_name, manifest)
 
     def recall(self, name: str, manifest_name: str) -> Manifest | None:
-        """The state a dead process of this host left in memory becomes this name's slot, unverified; its manifest, if there is one."""
+        """Make the state that a dead process of this host left in memory this name's slot, unverified.
+        Returns its manifest, if there is one."""
         if self._memory is None or self.get(name) is not None:
             return None
         found = self._memory.fetch(name, manifest_name)

@@ -1,9 +1,10 @@
 """A state as a tree: plain JSON with tensors and bytes taken out, and back. No pickle, no code.
 
 Rules of this file:
-- What can be saved is closed: numbers, texts, bytes, None, lists, tuples, dicts, counters, sets, and arrays of NumPy, torch and JAX. Anything
-  else is an error that names its path in the tree.
-- Bit-exact or refused: floats that JSON cannot write travel as their eight bytes, dicts keep their order and their keys' types.
+- What can be saved is closed: numbers, texts, bytes, None, lists, tuples, dicts, counters, sets, and arrays
+  of NumPy, torch and JAX. Anything else is an error that names its path in the tree.
+- Bit-exact or refused: floats that JSON cannot write travel as their eight bytes, dicts keep their order and
+  their keys' types.
 - Tensors that share memory share it again: what is taken out is storages, and tensors are views of them.
 """
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from sublet.core.checkpoint import MAX_DEPTH, TensorEntry
+from sublet.core.checkpoints.checkpoint import MAX_DEPTH, TensorEntry
 from sublet.core.errors import Damaged, MissingExtra, Unsavable
 
 #: A lone view of a storage at least so many times its size is saved as itself, not with everything around it.
@@ -31,7 +32,7 @@ _PLAIN_INT = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenState:
     """A state taken apart."""
 
     tree: Any
@@ -40,7 +41,7 @@ class Taken:
     keeps: tuple[Any, ...]  # what owns the memory
 
 
-def take_apart(state: Any) -> Taken:
+def take_apart(state: Any) -> TakenState:
     return _Taker().run(state)
 
 
@@ -61,13 +62,13 @@ class _Taker:
         self._torch_storages: dict[tuple[int, int], int] = {}  # address and size to its storage
         self._sharers: dict[int, set[int]] = {}  # address of a torch storage to the tensors that view it
 
-    def run(self, state: Any) -> Taken:
+    def run(self, state: Any) -> TakenState:
         torch = _torch()
         if torch is not None:
             with contextlib.suppress(_Deep):  # encoding it says where
                 self._count(state, torch, 0)
         tree = self._encode(state, "state", 0)
-        return Taken(tree, tuple(self._tensors), tuple(self._storages), tuple(self._keeps))
+        return TakenState(tree, tuple(self._tensors), tuple(self._storages), tuple(self._keeps))
 
     def _count(self, value: Any, torch: Any, depth: int) -> None:
         """How many tensors view each storage: a lone slice of a large one need not bring all of it."""
@@ -118,8 +119,10 @@ class _Taker:
         if found is not None:
             return {"$tensor": found}
         raise Unsavable(
-            f"{path[:200]} is {kind.__module__}.{kind.__qualname__}, which cannot be saved without running code on restore",
-            remedy="save what it is made of: numbers, texts, lists, dicts and tensors (for a module, its state_dict())",
+            f"{path[:200]} is {kind.__module__}.{kind.__qualname__}, which cannot be saved without running "
+            "code on restore",
+            remedy="save what it is made of: numbers, texts, lists, dicts and tensors (for a module, its "
+            "state_dict())",
         )
 
     def _encode_dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
@@ -186,7 +189,8 @@ class _Taker:
         except TypeError as e:
             raise Unsavable(
                 f"{path[:200]} is a {kind.__name__} that is no array of numbers: {str(e)[:200]}",
-                remedy="for a random key of JAX, save jax.random.key_data(key) and wrap it again after loading",
+                remedy="for a random key of JAX, save jax.random.key_data(key) and wrap it again after "
+                "loading",
             ) from e
         if array.dtype.hasobject:
             raise Unsavable(f"{path[:200]} is an array of Python objects: use a list")
@@ -257,11 +261,12 @@ class _Taker:
         )
 
 
-# --- and back ------------------------------------------------------------------------------------------------
+# --- and back -----------------------------------------------------------------------------------------------
 
 
 def put_together(tree: Any, tensors: Sequence[TensorEntry], storage: Callable[[int], memoryview]) -> Any:
-    """`storage` gives the bytes of one; they become the tensors' own memory. `Damaged` if the tree is none of ours (C7)."""
+    """`storage` gives the bytes of one; they become the tensors' own memory. `Damaged` if the tree is none of
+    ours (C7)."""
     try:
         return _Putter(tensors, storage).decode(tree, 0)
     except ImportError as e:
@@ -375,7 +380,8 @@ class _Putter:
     def _torch_tensor(self, entry: TensorEntry) -> Any:
         torch: Any = import_module("torch")
         dtype = vars(torch).get(entry.dtype)  # not getattr: torch imports modules by that
-        # Quantized types want a scale that is nowhere here; torch gives a tensor that fails when it is touched.
+        # Quantized types want a scale that is nowhere here; torch gives a tensor that fails when it is
+        # touched.
         if not isinstance(dtype, torch.dtype) or entry.dtype.startswith("q"):
             raise Damaged(
                 f"the checkpoint has a tensor of type {entry.dtype[:40]!r}, which this torch does not know"

@@ -1,9 +1,11 @@
-"""What a running service has: its ledger, its threads, its limits, and who visits.
+"""What a running service has: its ledger, its threads, its limits, and the requests under way.
 
 Rules of this file:
-- The service keeps nothing that matters: killed at any moment, everything it knew is in the ledger.
-- The event loop waits for nobody. Small reads of an embedded ledger are made in it, since they do not block; those of a server are made
-  together, for all who ask at the same time (`reads`); everything else, and every write, goes to threads of the service's own.
+- The service keeps no state that matters: it may be killed at any moment, and everything it knew is in the
+  ledger.
+- The event loop never blocks. Small reads of an embedded ledger run in it, since they do not block; those of
+  a database server are batched (`batched_reads`); every other read and every write runs in the service's own
+  threads.
 """
 
 from __future__ import annotations
@@ -16,29 +18,37 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from sublet.core.errors import NotFound, SubletError
-from sublet.core.token import Credential, Token
+from sublet.core.studio.token import Credential, Token
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.settings import Settings
-from sublet.studio.limits import Buckets, Crowd, Flooding, Limits, Pace, Penalties, Unread
-from sublet.studio.logs import Log
-from sublet.studio.metrics import Meters
-from sublet.studio.reads import Together
-from sublet.studio.tracing import Tracing
+from sublet.studio.edge.limits import (
+    ByteRate,
+    ConcurrencyLimit,
+    EdgeLimits,
+    RateBuckets,
+    RecentlyOverRate,
+    RefusalDelays,
+    UnreadBodies,
+)
+from sublet.studio.edge.logs import ServiceLog
+from sublet.studio.edge.tracing import Tracing
+from sublet.studio.views.batched_reads import BatchedReads
+from sublet.studio.views.metrics import Meters
 
 if TYPE_CHECKING:
-    from sublet.studio.live import Live
-    from sublet.studio.relay import Relay
+    from sublet.studio.edge.relay import SessionHostRelay
+    from sublet.studio.views.live import LiveEvents
 
 T = TypeVar("T")
 THREADS = 16
-#: Statements that let requests in, under way at once: one is asked while the answers of the other are sent.
-JOURNEYS = 2
-#: Activity is written down together, this often. What a crash loses of it only makes a lease end sooner.
+#: How many token lookups run at once: one is asked while the answers of the other are sent.
+STATEMENTS_AT_ONCE = 2
+#: How often activity is written, in batches. What a crash loses of it only makes a lease end sooner.
 TOUCH_SECONDS = 0.1
 
 
-class Visit:
-    """One request, from the first byte to the log line."""
+class RequestContext:
+    """What is known of one request, from its first byte to its log line."""
 
     __slots__ = ("address", "credential", "id", "route", "session", "status", "unread")
 
@@ -58,8 +68,8 @@ class Visit:
         return self.credential.tenant if self.credential is not None else ""
 
 
-class Touches:
-    """Sessions that were used since the last time it was written down."""
+class PendingTouches:
+    """Sessions that were used since this was last written to the ledger."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -92,49 +102,49 @@ class Service:
         ledger: Ledger,
         settings: Settings,
         *,
-        limits: Limits | None = None,
-        log: Log | None = None,
+        limits: EdgeLimits | None = None,
+        log: ServiceLog | None = None,
         metrics_open: bool = False,
     ) -> None:
         self.ledger = ledger
         self.settings = settings
         self.host = settings["host"]
-        self.limits = limits or Limits()
-        self.log = log or Log()
+        self.limits = limits or EdgeLimits()
+        self.log = log or ServiceLog()
         self.metrics_open = metrics_open
         self.embedded = settings["ledger"].startswith("sqlite:")
-        self.addresses = Buckets(self.limits.address_rate, self.limits.burst_seconds)
-        self.tenants = Buckets(self.limits.tenant_rate, self.limits.burst_seconds)
-        self.penalties = Penalties(self.limits.penalty_seconds, self.limits.penalty_most_seconds)
-        self.flooding = Flooding()
-        self.pace = Pace(self.limits.tenant_bytes)
-        self.unread = Unread(self.limits)
-        self.requests = Crowd(self.limits.tenant_requests, "requests being answered")
-        self.streams = Crowd(self.limits.tenant_streams, "open streams")
-        self.touches = Touches(self)
+        self.addresses = RateBuckets(self.limits.address_rate, self.limits.burst_seconds)
+        self.tenants = RateBuckets(self.limits.tenant_rate, self.limits.burst_seconds)
+        self.penalties = RefusalDelays(self.limits.penalty_seconds, self.limits.penalty_most_seconds)
+        self.flooding = RecentlyOverRate()
+        self.pace = ByteRate(self.limits.tenant_bytes)
+        self.unread = UnreadBodies(self.limits)
+        self.requests = ConcurrencyLimit(self.limits.tenant_requests, "requests being answered")
+        self.streams = ConcurrencyLimit(self.limits.tenant_streams, "open streams")
+        self.touches = PendingTouches(self)
         self.meters = Meters()
         self.tracing = Tracing()
         self.leaving = False
         self._clock_base = time.time_ns() // 1000 - time.monotonic_ns() // 1000
-        self.live: Live
-        self.relay: Relay
+        self.live: LiveEvents
+        self.relay: SessionHostRelay
         self._threads = ThreadPoolExecutor(THREADS, "studio")
-        #: Of their own, so that no request waits behind a listing to be let in.
-        self._readers = ThreadPoolExecutor(JOURNEYS, "visits")
-        self._visits = Together(self._readers, ledger.look_visits, JOURNEYS)
-        #: Health must be told also while every other thread waits for a ledger that does not answer.
+        #: Threads of their own, so that token lookups do not wait behind a listing.
+        self._readers = ThreadPoolExecutor(STATEMENTS_AT_ONCE, "lookups")
+        self._lookups = BatchedReads(self._readers, ledger.token_and_session, STATEMENTS_AT_ONCE)
+        #: Health must be reported even while every other thread waits for a ledger that does not answer.
         self._health = ThreadPoolExecutor(2, "health")
 
     def set_clock(self, ledger_us: int) -> None:
-        """Learnt at every look into the journal, so that no request has to ask for the time."""
+        """Called at every read of the journal, so that no request has to ask the ledger for the time."""
         self._clock_base = ledger_us - time.monotonic_ns() // 1000
 
     def now_us(self) -> int:
-        """The ledger's clock, nearly: tokens end by it. Leases are judged by the ledger alone."""
+        """The ledger's clock, approximately. Tokens expire by it; leases are judged by the ledger alone."""
         return self._clock_base + time.monotonic_ns() // 1000
 
-    async def visited(self, token_id: str, session_id: str = "") -> tuple[Token | None, SessionAnswer | None]:
-        """The token as it is in the ledger now, and with it the session that is named, if it is of the token's tenant."""
+    async def look_up(self, token_id: str, session_id: str = "") -> tuple[Token | None, SessionAnswer | None]:
+        """The token as it is in the ledger now, and the named session if it belongs to the token's tenant."""
         if self.embedded:
             token = self.ledger.look_token(token_id)
             if token is None or not session_id:
@@ -142,32 +152,32 @@ class Service:
             with contextlib.suppress(NotFound):
                 return token, self.ledger.look_session(session_id, token.tenant)
             return token, None
-        return await self._visits.ask((token_id, session_id)) or (None, None)
+        return await self._lookups.ask((token_id, session_id)) or (None, None)
 
     async def penalty(self, key: str) -> None:
-        """The sender of what is refused waits, not the service."""
+        """Delays a refusal: the sender waits, not the service."""
         seconds = self.penalties.next(key, time.monotonic())
         if seconds:
             await asyncio.sleep(seconds)
 
     async def quick(self, read: Callable[[], T]) -> T:
-        """A read of a row or two."""
+        """Runs a read of a row or two."""
         if self.embedded:
             return read()
         return await self.work(read)
 
     async def work(self, verb: Callable[[], T]) -> T:
-        """Anything else."""
+        """Runs any other verb, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, verb)
 
     async def checked(self, verb: Callable[[], T], seconds: float) -> T:
-        """For health: an answer within this time, or `TimeoutError`."""
+        """Runs a health check; raises `TimeoutError` after this time."""
         future = asyncio.get_running_loop().run_in_executor(self._health, verb)
         async with asyncio.timeout(seconds):
             return await asyncio.shield(future)
 
     def leave(self) -> None:
-        """Called once, in the loop: not ready any more, and every stream is told."""
+        """Called once, in the event loop: the service is not ready any more, and every stream ends."""
         self.leaving = True
         self.live.tell_all("leaving")
 

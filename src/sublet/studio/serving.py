@@ -1,10 +1,10 @@
-"""Running the service: the socket, the first token, and leaving in order.
+"""Running the service: the socket, the first token, and an orderly shutdown.
 
 Rules of this file:
-- A token is never sent in the clear to another machine: without TLS only this machine can connect, unless somebody says that a proxy
-  does TLS, or that it does not matter.
-- Told to leave, the service says so first (`/readyz`), ends its streams, lets running requests finish within `LEAVE_SECONDS`, and ends
-  with 0. Sessions go on: the attendant has them.
+- A token never crosses the network in the clear: without TLS only this machine can connect, unless the
+  operator says that a proxy does TLS, or that it does not matter.
+- On shutdown the service first says so (`/readyz`), ends its streams, lets running requests finish within
+  `LEAVE_SECONDS`, and exits with 0. Sessions go on in the session host.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from dataclasses import dataclass
 import uvicorn
 
 from sublet.core.errors import Misconfigured, SubletError
-from sublet.core.tenancy import Tenant
-from sublet.core.token import Scope, judge
+from sublet.core.leasing.tenancy import Tenant
+from sublet.core.studio.token import Scope, judge
+from sublet.leases.warden.warden_process import ensure_warden
 from sublet.ports.ledger import Ledger
-from sublet.runtime.tokens import new_token
 from sublet.settings import Settings
-from sublet.studio.app import make_app
-from sublet.studio.connection import connection_class
-from sublet.studio.door import Network
-from sublet.studio.limits import Limits
-from sublet.studio.logs import Bridge, Log
+from sublet.studio.edge.app import make_app
+from sublet.studio.edge.connection import connection_class
+from sublet.studio.edge.http_edge import Network
+from sublet.studio.edge.limits import EdgeLimits
+from sublet.studio.edge.logs import LibraryLogHandler, ServiceLog
 from sublet.studio.service import Service
-from sublet.wiring import ensure_warden, open_ledger
+from sublet.studio.tokens import new_token
+from sublet.wiring import open_ledger
 
 OPERATOR = "operator"
 LEAVE_SECONDS = 10
-#: Between saying that it leaves and taking no more connections, so that whoever balances between instances hears it.
+#: The pause between reporting that it leaves and refusing connections, so that a load balancer notices.
 NOTICE_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 1024
-#: How soon an attendant that was killed is missed.
-ATTENDED_SECONDS = 5.0
+#: How often the service checks that the session host runs.
+SESSION_HOST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ListenAddress:
     host: str
     port: int
     certificate: str = ""
@@ -59,7 +60,7 @@ class Address:
         return "https" if self.certificate else "http"
 
 
-def check_address(address: Address) -> None:
+def check_address(address: ListenAddress) -> None:
     if bool(address.certificate) != bool(address.key):
         raise Misconfigured(
             "TLS needs a certificate and its key", remedy="give both --tls-cert FILE and --tls-key FILE"
@@ -68,7 +69,8 @@ def check_address(address: Address) -> None:
         return
     raise Misconfigured(
         f"without TLS, tokens would cross the network to {address.host} in the clear for anybody to read",
-        remedy="give --tls-cert and --tls-key, or --behind-proxy if a proxy in front does TLS, or --insecure for a trial",
+        remedy="give --tls-cert and --tls-key, or --behind-proxy if a proxy in front does TLS, or "
+        "--insecure for a trial",
     )
 
 
@@ -81,7 +83,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def bound_socket(address: Address) -> socket.socket:
+def bound_socket(address: ListenAddress) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -98,7 +100,7 @@ def bound_socket(address: Address) -> socket.socket:
 
 
 def first_operator_token(ledger: Ledger) -> str:
-    """A new one when no operator can come in, else ''. Its text exists in what is returned and nowhere else."""
+    """A new token if no operator has a valid one, else ''. Its text exists only in the return value."""
     now = ledger.now()
     if any(t.scope is Scope.OPERATOR and not judge(t, now) for t in ledger.tokens()):
         return ""
@@ -117,10 +119,11 @@ class StudioServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A signal asks to leave, and is not raised again afterwards: leaving as asked is no failure."""
+        """Handles signals as a request to leave, without raising them again: an orderly exit is no
+        failure."""
         loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
-            yield  # whoever runs it in a thread of a program of its own calls `leave`
+            yield  # a program that runs it in a thread calls `leave` itself
             return
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.leave)
@@ -139,7 +142,7 @@ class StudioServer(uvicorn.Server):
         asyncio.get_running_loop().call_later(NOTICE_SECONDS, setattr, self, "should_exit", True)
 
 
-def make_server(service: Service, address: Address, proxies: Sequence[Network]) -> StudioServer:
+def make_server(service: Service, address: ListenAddress, proxies: Sequence[Network]) -> StudioServer:
     config = uvicorn.Config(
         make_app(service, proxies),
         http=connection_class(service.unread),
@@ -158,8 +161,8 @@ def make_server(service: Service, address: Address, proxies: Sequence[Network]) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A service that can be reached as soon as it runs."""
+class ServiceAddress:
+    """Where a service can be reached as soon as it runs."""
 
     url: str
     token: str  # the first operator's, or ''
@@ -167,18 +170,18 @@ class Opened:
 
 def serve(
     settings: Settings,
-    address: Address,
-    limits: Limits,
+    address: ListenAddress,
+    limits: EdgeLimits,
     proxies: Sequence[Network],
     *,
     metrics_open: bool,
-    on_open: Callable[[Opened], None],
+    on_open: Callable[[ServiceAddress], None],
 ) -> None:
     check_address(address)
     ledger = open_ledger(settings)
     sock = bound_socket(address)
-    log = Log()
-    bridge = Bridge(log)
+    log = ServiceLog()
+    bridge = LibraryLogHandler(log)
     for name in ("uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [bridge], False
@@ -186,13 +189,13 @@ def serve(
         token = first_operator_token(ledger)
         ensure_warden(settings, wait=False)
         host = f"[{address.host}]" if ":" in address.host else address.host
-        on_open(Opened(url=f"{address.scheme}://{host}:{sock.getsockname()[1]}", token=token))
+        on_open(ServiceAddress(url=f"{address.scheme}://{host}:{sock.getsockname()[1]}", token=token))
 
         async def run() -> None:
             service = Service(ledger, settings, limits=limits, log=log, metrics_open=metrics_open)
             server = make_server(service, address, proxies)
-            await asyncio.get_running_loop().run_in_executor(None, _start_attendant, service)
-            keeping = asyncio.create_task(_keep_attended(service))
+            await asyncio.get_running_loop().run_in_executor(None, _start_session_host, service)
+            keeping = asyncio.create_task(_keep_session_host_running(service))
             await server.serve([sock])
             keeping.cancel()
 
@@ -203,32 +206,32 @@ def serve(
         log.close()
 
 
-async def _keep_attended(service: Service) -> None:
-    """Whoever waits for a GPU asks for nothing meanwhile: an attendant that was killed is started again all the same."""
+async def _keep_session_host_running(service: Service) -> None:
+    """Starts a killed session host again, because clients that wait for a GPU send no request that would."""
     while True:
-        await asyncio.sleep(ATTENDED_SECONDS)
+        await asyncio.sleep(SESSION_HOST_SECONDS)
         try:
             if service.leaving or service.relay.alive():
                 continue
             found = await service.work(lambda: service.ledger.host_sessions(service.host))
             if any(not answer.session.ended_at for answer in found):  # without sessions it leaves by itself
                 await service.work(service.relay.ensure)
-                service.log.event("attendant", level="warning", error="it was gone, and was started again")
-        except (SubletError, OSError) as e:  # it looks again, whatever one look came to
-            service.log.event("attendant", level="warning", error=str(e))
+                service.log.event("session host", level="warning", error="it was gone, and was started again")
+        except (SubletError, OSError) as e:  # a failed look is repeated later
+            service.log.event("session host", level="warning", error=str(e))
 
 
-def _start_attendant(service: Service) -> None:
+def _start_session_host(service: Service) -> None:
     try:
         service.relay.ensure()
     except Misconfigured as e:
         service.log.event(
-            "attendant", level="error", error=e.message
+            "session host", level="error", error=e.message
         )  # readyz says so too; listings work without it
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed."""
+    """uvloop's loop factory where it is installed."""
     try:
         import uvloop
     except ImportError:

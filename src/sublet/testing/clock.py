@@ -28,7 +28,7 @@ class VirtualClock:
         self.boot += duration_us
 
     def step_wall(self, by_us: int) -> None:
-        """What an operator or NTP does to the calendar."""
+        """Step the calendar clock, as an operator or NTP does."""
         self.wall += by_us
 
     def reboot(self) -> None:

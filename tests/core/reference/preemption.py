@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from sublet.core.device import Device
-from sublet.core.lease import Lease
-from sublet.core.policy import Policy
-from sublet.core.preemption import Claim, Victim, room_on, work_at_risk
+from sublet.core.leasing.lease import LeaseRecord
+from sublet.core.leasing.policy import Policy
+from sublet.core.scheduling.device import Device
+from sublet.core.scheduling.preemption import Claim, Victim, room_on, work_at_risk
 
 
 def choose(
-    waiter: Lease, devices: Iterable[Device], leases: Sequence[Lease], policy: Policy, now: int
+    waiter: LeaseRecord, devices: Iterable[Device], leases: Sequence[LeaseRecord], policy: Policy, now: int
 ) -> tuple[list[Victim], list[str]] | None:
     """Victims that make room for the waiter, and the devices the room is on; None when nothing may be taken."""
     known = list(devices)
@@ -33,9 +33,9 @@ _Option = tuple[tuple[int, int, int, int, int, str], list[Victim], str]
 
 
 def _options(
-    waiter: Lease, devices: Iterable[Device], leases: Sequence[Lease], policy: Policy, now: int
+    waiter: LeaseRecord, devices: Iterable[Device], leases: Sequence[LeaseRecord], policy: Policy, now: int
 ) -> list[_Option] | None:
-    on_device: dict[str, list[Lease]] = {}
+    on_device: dict[str, list[LeaseRecord]] = {}
     for lease in leases:
         for s in lease.slices:
             on_device.setdefault(s.device_id, []).append(lease)

@@ -1,23 +1,31 @@
-"""How `core.schedule` decided before, as walks over everything."""
+"""How `core.scheduling.schedule` decided before, as walks over everything."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from sublet.core.admission import Grant, Offer
-from sublet.core.allowance import least_rate, left_now, needed, notice_at, rate_on, refilled_at, used_up
-from sublet.core.device import Slice, slice_bytes
-from sublet.core.lease import EndReason, Lease, LeaseState, overdue
-from sublet.core.pool import View
-from sublet.core.preemption import Claim, cap_notice_at, protected_us
-from sublet.core.schedule import Drop, End, Instruction, Revoke, Withdraw
-from sublet.core.tenancy import Tenant, over_quota
+from sublet.core.billing.allowance import (
+    least_rate,
+    left_now,
+    needed,
+    notice_at,
+    rate_on,
+    refilled_at,
+    used_up,
+)
+from sublet.core.leasing.lease import EndReason, LeaseRecord, LeaseState, overdue
+from sublet.core.leasing.tenancy import Tenant, over_quota
+from sublet.core.scheduling.admission import Grant, Offer
+from sublet.core.scheduling.device import Slice, slice_bytes
+from sublet.core.scheduling.pool_index import PoolView
+from sublet.core.scheduling.preemption import Claim, cap_notice_at, protected_us
+from sublet.core.scheduling.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.core.values import format_duration
 from tests.core.reference.admission import in_order, place
 from tests.core.reference.preemption import choose
 
 
-def tick(view: View, now: int) -> list[Instruction]:
+def tick(view: PoolView, now: int) -> list[Instruction]:
     ends = _ends(view, now)
     drops = _drops(view, now)
     dropped = {d.lease_id for d in drops}
@@ -35,7 +43,7 @@ def tick(view: View, now: int) -> list[Instruction]:
     return [*ends, *drops, *lapsed, *unpaid, *placed, *_make_room(view, order, placed, leaving, now)]
 
 
-def _ends(view: View, now: int) -> list[End]:
+def _ends(view: PoolView, now: int) -> list[End]:
     found: list[End] = []
     for lease in view.leases:
         reason = overdue(lease, now)
@@ -51,7 +59,7 @@ def _ends(view: View, now: int) -> list[End]:
     return found
 
 
-def _unpaid(view: View, leaving: set[str], now: int) -> list[Revoke]:
+def _unpaid(view: PoolView, leaving: set[str], now: int) -> list[Revoke]:
     """Leases whose tenant has no GPU time left to renew them with, a grace before what is paid for is over."""
     found: list[Revoke] = []
     capacities = {d.id: d.capacity_bytes for d in view.devices}
@@ -77,7 +85,7 @@ def _unpaid(view: View, leaving: set[str], now: int) -> list[Revoke]:
     return found
 
 
-def _drops(view: View, now: int) -> list[Drop]:
+def _drops(view: PoolView, now: int) -> list[Drop]:
     found: list[Drop] = []
     for w in view.waiters:
         if w.wait_until and now >= w.wait_until:
@@ -91,7 +99,7 @@ def _drops(view: View, now: int) -> list[Drop]:
 
 
 def _make_room(
-    view: View, order: list[Lease], placed: list[Grant | Offer], leaving: set[str], now: int
+    view: PoolView, order: list[LeaseRecord], placed: list[Grant | Offer], leaving: set[str], now: int
 ) -> list[Revoke]:
     """Revoke for those who still wait, in order. Whoever leaves in this tick, or was revoked for an earlier waiter, is room
     already; who was placed, or has room made for it, sits on that room for all who come after."""
@@ -136,7 +144,7 @@ def _make_room(
     return found
 
 
-def _gone(lease: Lease) -> Lease:
+def _gone(lease: LeaseRecord) -> LeaseRecord:
     return replace(lease, state=LeaseState.ENDED)
 
 
@@ -149,7 +157,7 @@ def _charge(tenants: dict[str, Tenant], name: str, live_bytes: int) -> None:
         )
 
 
-def next_look_at(view: View, now: int) -> int | None:
+def next_look_at(view: PoolView, now: int) -> int | None:
     """When time alone will change the answer; None when only an event can."""
     policy = view.policy
     moments = [lease.ends_at for lease in view.leases if lease.state is not LeaseState.ENDED]

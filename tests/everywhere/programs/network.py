@@ -6,7 +6,7 @@ import sys
 import time
 
 import sublet
-from sublet.cli.demo_job import Network
+from sublet.cli.demo.job import Network
 
 name, steps = sys.argv[1], int(sys.argv[2])
 to_be_lost_at = [int(step) for step in sys.argv[3:]]  # there it stays until its lease is taken

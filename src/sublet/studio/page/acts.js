@@ -1,6 +1,6 @@
 /* What can be done from the page: each act asks first, says what will happen, does it, and says what happened.
  *
- * Rules of this file: nothing is changed in the page before the service has changed it; the board that follows shows it.
+ * Rules of this file: nothing is changed in the page before the service has changed it; the dashboard that follows shows it.
  */
 
 import { Problem, send } from "./api.js";

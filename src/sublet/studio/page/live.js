@@ -27,7 +27,7 @@ export class Live {
     });
   }
 
-  /** From this row of the journal on: what came before is in the board. */
+  /** From this row of the journal on: what came before is in the dashboard. */
   start(after) {
     this.stop();
     this.last = after === undefined || after === null ? "" : String(after);
@@ -99,7 +99,7 @@ export class Live {
       event = JSON.parse(data);
     } catch {
       return;
-    } // the next board says what it was
+    } // the next dashboard says what it was
     this.take(event);
   }
 

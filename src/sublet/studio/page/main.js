@@ -1,7 +1,7 @@
-/* The page's one loop: sign in, fetch the board, show the view that is looked at, and again when something happened.
+/* The page's one loop: sign in, fetch the dashboard, show the view that is looked at, and again when something happened.
  *
  * Rules of this file:
- * - Events ask for a board, at most one each second. How long the page took to show it stands in `window.__sublet_updates`.
+ * - Events ask for a dashboard, at most one each second. How long the page took to show it stands in `window.__sublet_updates`.
  * - Signing out forgets the token and everything that was shown.
  */
 
@@ -9,7 +9,7 @@ import * as api from "./api.js";
 import * as acts from "./acts.js";
 import { Live } from "./live.js";
 import { make, setHidden, setText } from "./making.js";
-import { readBoard } from "./reading.js";
+import { readDashboard } from "./reading.js";
 import { problemParts, quiet, say, sayProblem } from "./said.js";
 import * as ticks from "./ticks.js";
 import { VIEWS } from "./views.js";
@@ -23,14 +23,14 @@ const KEPT = 200;
 
 const updates = (window.__sublet_updates = []);
 const by = (id) => document.getElementById(id);
-const place = by("board");
+const place = by("dashboard");
 let views = new Map();
-let board = null;
+let dashboard = null;
 let shown = null;
 let statuses = new Map();
 let soonest = Infinity;
 
-// the board
+// the dashboard
 
 class Refresher {
   constructor() {
@@ -54,17 +54,17 @@ class Refresher {
 
   async fetch() {
     this.timer = 0;
-    if (document.hidden && board) return undefined; // asked again when somebody looks
+    if (document.hidden && dashboard) return undefined; // asked again when somebody looks
     const { round } = this;
     this.wanted = false;
     this.busy = true;
     this.last = performance.now();
     try {
-      const found = await api.get("v1/board", { signal: AbortSignal.timeout(UNANSWERED_MS) });
+      const found = await api.get("v1/dashboard", { signal: AbortSignal.timeout(UNANSWERED_MS) });
       if (round === this.round) show(found);
     } catch (problem) {
       this.last += AFTER_PROBLEM_MS;
-      if (round === this.round && board && problem.status !== 401) {
+      if (round === this.round && dashboard && problem.status !== 401) {
         this.wanted = true; // what it was asked for is still not shown
         if (problem.code !== "disconnected") sayProblem(problem);
       }
@@ -85,8 +85,8 @@ acts.whenDone(() => refresher.ask());
 function show(found) {
   setClock(found.at);
   const began = performance.now();
-  const first = !board;
-  board = readBoard(found);
+  const first = !dashboard;
+  dashboard = readDashboard(found);
   if (first) build();
   apply();
   const applied = performance.now();
@@ -97,34 +97,34 @@ function show(found) {
     id: found.id,
     ms: over - began,
     apply_ms: applied - began,
-    leases: board.leases.length,
+    leases: dashboard.leases.length,
     view: shown,
   });
   if (updates.length > KEPT) updates.shift();
   tellChanges();
   soonest = nextEnd();
-  if (first) live.start(board.id);
+  if (first) live.start(dashboard.id);
 }
 
 /** The next instant at which something ends by the clock alone: there may be no event for it. */
 function nextEnd() {
   const ends = [
-    ...board.leases.map((lease) => lease.ends_at),
-    ...board.sessions.map((session) => session.offer?.until),
+    ...dashboard.leases.map((lease) => lease.ends_at),
+    ...dashboard.sessions.map((session) => session.offer?.until),
   ];
   return Math.min(...ends.filter((at) => at > now()));
 }
 
 function apply() {
-  views.get(shown)?.show(board);
+  views.get(shown)?.show(dashboard);
 }
 
 /** What became of one's own sessions, in a sentence each. */
 function tellChanges() {
   const before = statuses;
   statuses = new Map();
-  for (const session of board.sessions) {
-    if (session.tenant !== board.me.tenant) continue;
+  for (const session of dashboard.sessions) {
+    if (session.tenant !== dashboard.me.tenant) continue;
     statuses.set(session.id, session.status);
     const was = before.get(session.id);
     if (!was || was === session.status) continue;
@@ -142,7 +142,7 @@ function tellChanges() {
 // views
 
 function build() {
-  const operator = board.me.scope === "operator";
+  const operator = dashboard.me.scope === "operator";
   views = new Map();
   place.replaceChildren();
   for (const { name, view: View } of VIEWS) {
@@ -161,15 +161,15 @@ function build() {
       ),
     ),
   );
-  setText(by("me"), operator ? `${board.me.tenant} (operator)` : board.me.tenant);
-  for (const id of ["views", "me", "live", "sign-out", "board"]) setHidden(by(id), false);
+  setText(by("me"), operator ? `${dashboard.me.tenant} (operator)` : dashboard.me.tenant);
+  for (const id of ["views", "me", "live", "sign-out", "dashboard"]) setHidden(by(id), false);
   setHidden(by("sign-in"), true);
   go(false);
 }
 
 /** To the view the address names. */
 function go(move = true) {
-  if (!board) return;
+  if (!dashboard) return;
   const [name, of = ""] = location.hash.slice(1).split("/");
   shown = views.has(name) && (name !== "session" || of) ? name : "studio";
   for (const [other, view] of views) setHidden(view.node, other !== shown);
@@ -222,7 +222,7 @@ function leave(problem) {
   api.forget();
   live.stop();
   refresher.reset();
-  board = shown = null;
+  dashboard = shown = null;
   state = "";
   statuses = new Map();
   views = new Map();
@@ -231,7 +231,7 @@ function leave(problem) {
   place.replaceChildren();
   by("views").replaceChildren();
   for (const dialog of document.querySelectorAll("dialog")) dialog.close();
-  for (const id of ["views", "me", "live", "sign-out", "board"]) setHidden(by(id), true);
+  for (const id of ["views", "me", "live", "sign-out", "dashboard"]) setHidden(by(id), true);
   by("live").replaceChildren();
   by("me").replaceChildren();
   document.title = "Sign in · sublet studio";
@@ -274,10 +274,10 @@ async function enter() {
   const problem = await refresher.fetch();
   if (!api.signedIn()) return;
   by("connecting").replaceChildren(
-    ...(board ? [] : problemParts(problem || { message: "the studio does not answer" })),
+    ...(dashboard ? [] : problemParts(problem || { message: "the studio does not answer" })),
   );
-  setHidden(by("connecting"), Boolean(board));
-  if (board) {
+  setHidden(by("connecting"), Boolean(dashboard));
+  if (dashboard) {
     setHidden(by("sign-in"), true);
     views.get(shown).title.focus({ preventScroll: true });
   } else setTimeout(enter, 2000);
@@ -297,10 +297,10 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) refresher.ask();
 });
 setInterval(() => {
-  if (board && !document.hidden) refresher.ask();
+  if (dashboard && !document.hidden) refresher.ask();
 }, ANYWAY_MS);
 ticks.every(() => {
-  if (!board || now() < soonest + 0.5) return;
+  if (!dashboard || now() < soonest + 0.5) return;
   soonest = Infinity;
   refresher.ask();
 });

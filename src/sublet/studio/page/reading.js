@@ -1,4 +1,4 @@
-/* The service's board as the views want it.
+/* The service's dashboard as the views want it.
  *
  * Rules of this file: a part that is missing is an empty one, so that a view never asks whether it is there.
  */
@@ -16,7 +16,7 @@ const PARTS = [
   "receipts",
 ];
 
-export function readBoard(board) {
-  const parts = PARTS.map((name) => [name, Array.isArray(board[name]) ? board[name] : []]);
-  return { at: board.at, id: board.id, me: board.me || {}, ...Object.fromEntries(parts) };
+export function readDashboard(dashboard) {
+  const parts = PARTS.map((name) => [name, Array.isArray(dashboard[name]) ? dashboard[name] : []]);
+  return { at: dashboard.at, id: dashboard.id, me: dashboard.me || {}, ...Object.fromEntries(parts) };
 }

@@ -62,7 +62,7 @@ export class LeasesView {
       "aria-describedby": "lease-count",
     });
     this.count = make("span", { id: "lease-count", class: "hint", role: "status" });
-    this.wish.addEventListener("input", () => this.show(this.board));
+    this.wish.addEventListener("input", () => this.show(this.dashboard));
     this.node = make(
       "div",
       {},
@@ -82,15 +82,15 @@ export class LeasesView {
     );
   }
 
-  show(board) {
-    this.board = board;
+  show(dashboard) {
+    this.dashboard = dashboard;
     const words = this.wish.value.trim().toLowerCase().split(/\s+/);
-    const found = board.leases.filter((lease) => {
+    const found = dashboard.leases.filter((lease) => {
       const has =
         `${lease.id} ${lease.tenant} ${lease.state} ${lease.tier} ${lease.devices.join(" ")} ${lease.job} ${lease.detail}`.toLowerCase();
       return words.every((word) => has.includes(word));
     });
-    setText(this.count, `${found.length} of ${board.leases.length}`);
+    setText(this.count, `${found.length} of ${dashboard.leases.length}`);
     this.table.show(found);
   }
 }

@@ -69,9 +69,9 @@ export class ReceiptsView {
     );
   }
 
-  show(board) {
-    this.withheld.show(board.quarantine);
-    this.receipts.show(board.receipts);
+  show(dashboard) {
+    this.withheld.show(dashboard.quarantine);
+    this.receipts.show(dashboard.receipts);
   }
 }
 

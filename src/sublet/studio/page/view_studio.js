@@ -122,12 +122,12 @@ export class StudioView {
     this.operator = operator;
   }
 
-  show(board) {
-    this.me = board.me;
-    this.byId = new Map(board.sessions.map((session) => [session.id, session]));
-    tiles(this.tiles, summary(board, this.operator));
-    const offered = board.sessions.filter(
-      (s) => s.offer && s.status === "offered" && s.tenant === board.me.tenant,
+  show(dashboard) {
+    this.me = dashboard.me;
+    this.byId = new Map(dashboard.sessions.map((session) => [session.id, session]));
+    tiles(this.tiles, summary(dashboard, this.operator));
+    const offered = dashboard.sessions.filter(
+      (s) => s.offer && s.status === "offered" && s.tenant === dashboard.me.tenant,
     );
     setHidden(this.offered, offered.length === 0);
     keyed(
@@ -137,10 +137,10 @@ export class StudioView {
       (s) => this.offer(s),
       (node, s) => changeOffer(node, s),
     );
-    this.devices.show(board.devices, this.operator);
-    this.timeline.show(board.timeline, board.devices);
-    this.sessions.show(pressing(board.sessions, board.me));
-    this.waitlist.show(board.waitlist);
+    this.devices.show(dashboard.devices, this.operator);
+    this.timeline.show(dashboard.timeline, dashboard.devices);
+    this.sessions.show(pressing(dashboard.sessions, dashboard.me));
+    this.waitlist.show(dashboard.waitlist);
   }
 
   offer(session) {
@@ -211,27 +211,27 @@ function tiles(list, wanted) {
   );
 }
 
-function summary(board, operator) {
-  const usable = board.devices.filter((device) => device.state === "ready");
+function summary(dashboard, operator) {
+  const usable = dashboard.devices.filter((device) => device.state === "ready");
   const free = usable.reduce((sum, device) => sum + device.free_bytes, 0);
-  const whole = board.devices.reduce((sum, device) => sum + device.capacity_bytes, 0);
-  const states = (name) => board.sessions.filter((session) => session.status === name).length;
-  const own = board.tenants.find((tenant) => tenant.name === board.me.tenant);
+  const whole = dashboard.devices.reduce((sum, device) => sum + device.capacity_bytes, 0);
+  const states = (name) => dashboard.sessions.filter((session) => session.status === name).length;
+  const own = dashboard.tenants.find((tenant) => tenant.name === dashboard.me.tenant);
   const sum = operator
-    ? board.tenants.reduce((total, tenant) => total + (tenant.gpu_seconds || 0), 0)
+    ? dashboard.tenants.reduce((total, tenant) => total + (tenant.gpu_seconds || 0), 0)
     : own?.gpu_seconds;
-  const out = board.devices.length - usable.length;
+  const out = dashboard.devices.length - usable.length;
   return [
     { name: "Free VRAM", value: size(free), more: `of ${size(whole)}` },
     {
       name: "Live leases",
-      value: count(board.leases.filter((lease) => HOLDS.includes(lease.state)).length),
+      value: count(dashboard.leases.filter((lease) => HOLDS.includes(lease.state)).length),
       more: operator ? "of all tenants" : "yours",
     },
-    { name: "Active sessions", value: count(states("active")), more: `of ${board.sessions.length} open` },
+    { name: "Active sessions", value: count(states("active")), more: `of ${dashboard.sessions.length} open` },
     {
       name: "Waiting",
-      value: count(board.waitlist.length),
+      value: count(dashboard.waitlist.length),
       more: states("offered")
         ? `${states("offered")} with an offer`
         : operator
@@ -240,7 +240,7 @@ function summary(board, operator) {
     },
     {
       name: "Devices ready",
-      value: `${usable.length} of ${board.devices.length}`,
+      value: `${usable.length} of ${dashboard.devices.length}`,
       more: out ? `${out} withheld` : "none withheld",
     },
     {

@@ -15,7 +15,7 @@ const BY = [
   ["day", "day"],
   ["job", "job"],
 ];
-const SUMS_MS = 10_000; // sums over days are dearer than a board
+const SUMS_MS = 10_000; // sums over days are dearer than a dashboard
 const DAYS = [
   ["1", "1 day"],
   ["7", "7 days"],
@@ -98,8 +98,8 @@ export class UsageView {
     this.at = -Infinity;
   }
 
-  show(board) {
-    this.tenants.show(board.tenants);
+  show(dashboard) {
+    this.tenants.show(dashboard.tenants);
     if (performance.now() - this.at > SUMS_MS) this.fetch();
   }
 

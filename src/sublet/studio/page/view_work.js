@@ -39,8 +39,8 @@ export class WorkView {
       columns: [
         { name: "Queue", value: (queue) => queue.name },
         marked("State", (queue) => (queue.paused ? "paused" : "live")),
-        { name: "Ready", value: (queue) => count(queue.ready), kind: "number" },
-        { name: "Taken", value: (queue) => count(queue.taken), kind: "number" },
+        { name: "Ready", value: (queue) => count(queue.ready + queue.delayed), kind: "number" },
+        { name: "Taken", value: (queue) => count(queue.leased), kind: "number" },
         { name: "Done", value: (queue) => count(queue.done), kind: "number" },
         { name: "Dead", value: (queue) => count(queue.dead), kind: "number" },
       ],
@@ -54,8 +54,8 @@ export class WorkView {
     );
   }
 
-  show(board) {
-    this.jobs.show(board.jobs);
-    this.queues.show(board.queues);
+  show(dashboard) {
+    this.jobs.show(dashboard.jobs);
+    this.queues.show(dashboard.queues);
   }
 }

@@ -1,8 +1,8 @@
 /* The views by name, as the address names them.
  *
  * Rules of every view:
- * - `show(board)` brings it up to date. Only the one that is looked at is; the others are when somebody goes there.
- * - Nothing is drawn anew that did not change (making.keyed, tables.Table). The board is the truth: a view keeps no state but what somebody
+ * - `show(dashboard)` brings it up to date. Only the one that is looked at is; the others are when somebody goes there.
+ * - Nothing is drawn anew that did not change (making.keyed, tables.Table). The dashboard is the truth: a view keeps no state but what somebody
  *   typed or chose in it.
  */
 
@@ -21,11 +21,11 @@ class SessionView {
     this.of = "";
   }
 
-  show(board) {
+  show(dashboard) {
     this.console.show(
       this.of,
-      board.sessions.find((session) => session.id === this.of),
-      board.me,
+      dashboard.sessions.find((session) => session.id === this.of),
+      dashboard.me,
     );
   }
 }

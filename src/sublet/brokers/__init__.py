@@ -1,1 +1,0 @@
-"""Brokers items may come from: what other programs publish there becomes items of a queue."""

@@ -1,0 +1,1 @@
+"""`sublet gpus`, `ps`, `lease`, `block`, `revoke`, `quarantine`, `warden`."""

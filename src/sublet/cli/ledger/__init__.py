@@ -1,0 +1,1 @@
+"""`sublet journal …` and `sublet migrate`."""

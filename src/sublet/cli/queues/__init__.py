@@ -1,0 +1,1 @@
+"""`sublet queue …` and `sublet work`."""

@@ -1,0 +1,1 @@
+"""`sublet run`, `logs`, `attach`, `cancel`, `drill`, `audit`."""

@@ -1,0 +1,1 @@
+"""`sublet serve`, `tenant`, `quota`, `price`, `report`."""

@@ -1,0 +1,1 @@
+"""What GPU time costs, where it went, and how much of it a tenant may have."""

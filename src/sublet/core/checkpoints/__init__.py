@@ -1,0 +1,1 @@
+"""Checkpoints: manifests, versions, retention, block regions, the order of replicas, storage quotas."""

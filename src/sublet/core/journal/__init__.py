@@ -1,0 +1,1 @@
+"""The journal: its hash chain, verification, pruning, and what is read out of it."""

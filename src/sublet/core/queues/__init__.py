@@ -1,0 +1,1 @@
+"""Items of queues, and the audit that each was done once."""

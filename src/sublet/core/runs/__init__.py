@@ -1,0 +1,1 @@
+"""Runs of commands: draining, requeueing, exit codes, drills, what a remote command sees."""

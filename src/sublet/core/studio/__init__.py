@@ -1,0 +1,1 @@
+"""Studio sessions and tokens: their states, and what the session host must do."""

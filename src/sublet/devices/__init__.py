@@ -1,0 +1,1 @@
+"""GPUs: drivers, their sessions, scrubbing and the self-test."""

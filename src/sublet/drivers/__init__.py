@@ -1,1 +1,0 @@
-"""Devices: how they are found, and (with their sessions) how they are used."""

@@ -1,0 +1,1 @@
+"""`@sublet.on_gpu`: functions that run in a leased worker."""

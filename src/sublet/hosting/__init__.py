@@ -1,1 +1,0 @@
-"""Processes of this host: who they are, how they end."""

@@ -1,0 +1,2 @@
+"""The holder's side of a lease: request, acquire, keep, gang, teardown, warden; block leases and durable
+values."""

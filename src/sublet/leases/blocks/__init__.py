@@ -1,0 +1,1 @@
+"""Leases on blocks of storage, and the values kept in them."""

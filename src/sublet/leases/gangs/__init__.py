@@ -1,0 +1,1 @@
+"""Leases whose devices are on several hosts."""

@@ -1,0 +1,599 @@
+"""The embedded engine: one SQLite file, many processes, no server.
+
+Rules of this file:
+- One writer at a time, chosen by a writer lock (`flock` on a sidecar file), never by SQLite's busy handler,
+  which starves waiters. Order: lock, BEGIN IMMEDIATE, work, COMMIT (synchronous=NORMAL), lock released, then
+  fdatasync of the write-ahead log before a durable verb returns. Others may therefore see a commit one fsync
+  before it is durable; whoever acts outside on something merely read calls `barrier` first.
+- A connection and its flock are used by one thread at a time. A forked child opens its own and never touches
+  what it inherited.
+- The clock is the host's boot clock, anchored once to the calendar and clamped by a stored high-water mark:
+  stepping the wall clock moves no lease. The file is on one host: all processes read the same boot clock.
+- When more than a few threads wait, one thread commits for all of them, with a savepoint each and one fsync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import apsw
+
+from sublet.core.errors import (
+    Disconnected,
+    InvariantBroken,
+    Misconfigured,
+    NotDurable,
+    SchemaMismatch,
+    SubletError,
+)
+from sublet.core.journal.chain import GENESIS
+from sublet.core.leasing.policy import Policy
+from sublet.ledger.engines.connection_pool import ConnectionPool
+from sublet.ledger.engines.sqlite import doorbell
+from sublet.ledger.engines.sqlite.combiner import Combiner, PendingWrite
+from sublet.ledger.engines.sqlite.writer_lock import free_writer_lock, writer_lock
+from sublet.ledger.ledger import SqlLedger
+from sublet.ledger.schema import versions
+from sublet.ledger.tx import PoolRow, Row, Tx
+from sublet.machine.failpoints import failpoint
+from sublet.ports.bell import Bell
+from sublet.ports.clock import Clock
+
+T = TypeVar("T")
+
+#: 3.7.0 to 3.51.2 can corrupt a write-ahead log that is reset while another connection reads it.
+OLDEST_LIBRARY = (3, 51, 3)
+NETWORK_FILE_SYSTEMS = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "9p",
+        "afs",
+        "ceph",
+        "glusterfs",
+        "lustre",
+        "beegfs",
+        "fuse.sshfs",
+        "fuse.glusterfs",
+        "fuse.ceph",
+    ]
+)
+#: How long another process may take to make a ledger of a new file.
+MIGRATE_SECONDS = 5.0
+#: Waiting threads of one process above which one commits for all.
+COMBINE_ABOVE = 4
+_SAFETY_BUSY_MS = 10_000  # for foreign tools that open the file without the writer lock
+_PAGE_BYTES = (
+    1024  # 15 % less per verb than 4096: commits write whole pages, and a verb changes little on each
+)
+_PAGES_BEFORE_CHECKPOINT = 8000
+
+#: Connections inherited through fork: never closed, because closing one would touch the parent's files.
+_inherited: list[object] = []
+
+
+def library_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
+
+
+def check_library(version: tuple[int, ...]) -> None:
+    if version < OLDEST_LIBRARY:
+        raise Misconfigured(
+            f"SQLite {'.'.join(map(str, version))} can corrupt a shared ledger; "
+            f"{'.'.join(map(str, OLDEST_LIBRARY))} or newer is needed",
+            remedy="pip install --upgrade apsw",
+        )
+
+
+def file_system_of(path: Path, mounts: str | None = None) -> str:
+    """The file system type a path lies on, from the kernel's mount table."""
+    text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for line in text.splitlines():
+        parts = line.split(" ")
+        if len(parts) < 3:
+            continue
+        point = parts[1].replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, parts[2]
+    return kind
+
+
+def check_place(path: Path) -> None:
+    kind = file_system_of(path.parent)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise Misconfigured(
+            f"the ledger would lie on a network file system ({kind}), where file locks do not protect it",
+            remedy="set SUBLET_LEDGER to a local path, or to postgresql://… to share it between hosts",
+        )
+
+
+def _translation(error: BaseException) -> SubletError | None:
+    """Foreign errors become ours at this edge, with their cause kept."""
+    match error:
+        case apsw.FullError():
+            return NotDurable("the ledger's disk is full; the change was not made")
+        case apsw.NotADBError() | apsw.CorruptError():
+            return Misconfigured(
+                "the ledger file is damaged or not a ledger",
+                remedy="restore a backup with 'sublet migrate --restore'",
+            )
+        case apsw.CantOpenError() | apsw.ReadOnlyError() | apsw.PermissionsError():
+            return Misconfigured(
+                "the ledger file cannot be opened for writing", remedy="check its path and permissions"
+            )
+        case apsw.ConstraintError():
+            return InvariantBroken(f"the ledger refused an impossible change: {error}")
+        case apsw.BusyError() | apsw.LockedError():
+            return Disconnected("another program keeps the ledger file locked")
+        case apsw.IOError():
+            return NotDurable("the ledger's disk reported an error; the change was not made")
+    return None
+
+
+class _Translated:
+    """Entered at every verb, so a class and not a generator."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ours = _translation(error) if error is not None else None
+        if ours is not None:
+            raise ours from error
+
+
+_translated = _Translated()
+
+
+class _Connection:
+    """A SQLite connection, with its writer lock and log descriptor; one thread uses it at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.db = apsw.Connection(str(path))
+        self.db.set_busy_timeout(_SAFETY_BUSY_MS)
+        # Without it a statement with a range over a parameter is compiled anew at every call.
+        self.db.config(apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1)
+        self.db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # of a new file; an old one keeps its own
+        self.db.execute("PRAGMA journal_mode = wal")
+        self.db.execute("PRAGMA synchronous = normal")
+        self.db.execute(f"PRAGMA wal_autocheckpoint = {_PAGES_BEFORE_CHECKPOINT}")
+        # The log must keep its inode while anybody may fsync it.
+        keep = ctypes.c_int(1)
+        self.db.file_control("main", apsw.SQLITE_FCNTL_PERSIST_WAL, ctypes.addressof(keep))
+        self.writer_lock = os.open(f"{path}-gate", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self._wal_path = f"{path}-wal"
+        self._wal = -1
+
+    def sync(self) -> None:
+        try:
+            if self._wal < 0:
+                self._wal = os.open(self._wal_path, os.O_RDONLY | os.O_CLOEXEC)
+            os.fdatasync(self._wal)
+        except OSError as e:
+            raise NotDurable("the ledger's disk did not confirm the change") from e
+
+    def close(self) -> None:
+        self.db.close()
+        os.close(self.writer_lock)
+        if self._wal >= 0:
+            os.close(self._wal)
+
+
+class SqliteTx:
+    """Implements `ledger.tx.Tx`. BEGIN IMMEDIATE has locked everything, so a row needs no lock of its own."""
+
+    def __init__(self, db: apsw.Connection, clock: Clock) -> None:
+        self.rings: set[str] = set()
+        self.again = False
+        self._db = db
+        self._execute = db.execute
+        row = self._execute(
+            "SELECT epoch, waiting, journal_seq, journal_hash, policy, clock_us, boot_id, boot_offset_us "
+            "FROM pool"
+        ).fetchone()
+        assert row is not None
+        self.pool = PoolRow(*row[:5])
+        self._boot_id: str = row[6]
+        self._offset: int = row[7]
+        self._rebased = False
+        if self._boot_id != clock.boot_id():
+            self._boot_id = clock.boot_id()
+            self._offset = max(clock.wall_us(), row[5]) - clock.boot_us()
+            self._rebased = True
+        self.now: int = max(row[5], self._offset + clock.boot_us())
+
+    def rows(self, sql: str, *params: Any) -> list[Row]:
+        return self._execute(sql, params).fetchall()
+
+    def row(self, sql: str, *params: Any) -> Row | None:
+        return self._execute(sql, params).fetchone()
+
+    def locked(self, sql: str, *params: Any, of: str = "") -> Row | None:
+        return self._execute(sql, params).fetchone()
+
+    free_rows = rows
+
+    def others(self) -> tuple[int, int]:
+        return 0, 0  # one writer at a time: nobody else's rows are on their way
+
+    def stream(self, sql: str, *params: Any) -> Iterator[Row]:
+        return iter(self._execute(sql, params))
+
+    def run(self, sql: str, *params: Any) -> int:
+        self._execute(sql, params)
+        return self._db.changes()
+
+    def run_all(self, sql: str, rows: Sequence[Sequence[Any]]) -> bool:
+        if len(rows) == 1:
+            return self.run(sql, *rows[0]) == 1
+        # Asking each statement what it changed, by RETURNING, costs five times as much as the change.
+        self._execute("SAVEPOINT run_all")
+        try:
+            every = self.run_many(sql, rows) == len(rows)
+        except BaseException:
+            every = False
+            raise
+        finally:
+            if not every:
+                self._execute("ROLLBACK TO run_all")
+            self._execute("RELEASE run_all")
+        return every
+
+    def run_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> int:
+        before = self._db.total_changes()
+        for _ in self._db.executemany(sql, rows):
+            pass
+        return self._db.total_changes() - before
+
+    def flush(self) -> None:
+        pool = self.pool
+        if pool.dirty:
+            self._execute(
+                "UPDATE pool SET clock_us = ?, epoch = ?, waiting = ?, journal_seq = ?, journal_hash = ?, "
+                "policy = ?",
+                (self.now, pool.epoch, pool.waiting, pool.journal_seq, pool.journal_hash, pool.policy_text),
+            )
+        else:
+            self._execute("UPDATE pool SET clock_us = ?", (self.now,))
+        if self._rebased:
+            self._execute("UPDATE pool SET boot_id = ?, boot_offset_us = ?", (self._boot_id, self._offset))
+
+
+class SqliteEngine:
+    """Implements `ledger.engine.Engine`."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self.path = path
+        self.clock = clock
+        self._bells = f"{path}-bells"
+        self._lending = self._make_lending()
+        self._local = threading.local()  # the snapshot a thread reads in, see `at_once`
+        self._combiner_lock = threading.Lock()
+        self._pid = os.getpid()
+        self._writers = 0
+        self._combiner: Combiner | None = None
+        self._closed = False
+
+    # connections
+
+    def _make_lending(self) -> ConnectionPool[_Connection]:
+        return ConnectionPool(lambda: _Connection(self.path), _Connection.close)
+
+    def _lent(self) -> ConnectionPool[_Connection]:
+        """This process's pool of connections. Every connection taken is given back."""
+        if self._closed:
+            raise Disconnected("the ledger was closed")
+        if self._pid != os.getpid():
+            _inherited.extend((self._lending, self._combiner))
+            self._pid, self._lending = os.getpid(), self._make_lending()
+            self._combiner_lock, self._combiner, self._writers = threading.Lock(), None, 0
+        return self._lending
+
+    def _sync(self) -> None:
+        lending = self._lent()
+        with _translated:
+            connection = lending.take()
+            try:
+                connection.sync()
+            finally:
+                lending.give_back(connection)
+
+    # transactions
+
+    def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T:
+        self._writers += 1
+        try:
+            if self._writers > COMBINE_ABOVE:
+                return self._combine(work, durable)
+            return self._write_alone(work, durable)
+        finally:
+            self._writers -= 1
+
+    def _write_alone(self, work: Callable[[Tx], T], durable: bool) -> T:
+        lending = self._lent()
+        failpoint("before_begin")
+        with _translated:
+            connection = lending.take()
+            try:
+                with writer_lock(connection.writer_lock):
+                    tx, result = self._transact(connection, work)
+                if durable:
+                    connection.sync()
+            finally:
+                lending.give_back(connection)
+        failpoint("after_commit_before_reply")
+        if tx.rings:
+            self.ring(tx.rings)
+        return result
+
+    def _transact(self, connection: _Connection, work: Callable[[Tx], T]) -> tuple[SqliteTx, T]:
+        execute = connection.db.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            tx = SqliteTx(connection.db, self.clock)
+            result = work(tx)
+            tx.flush()
+            failpoint("before_commit")
+            execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(apsw.Error):
+                execute("ROLLBACK")
+            raise
+        return tx, result
+
+    def _combine(self, work: Callable[[Tx], T], durable: bool) -> T:
+        self._lent()  # a forked child must not use its parent's combiner
+        with self._combiner_lock:
+            if self._combiner is None:
+                self._combiner = Combiner(self._commit_batch, self._sync, self.ring)
+            combiner = self._combiner
+        return combiner.submit(work, durable)
+
+    def _commit_batch(self, batch: list[PendingWrite]) -> None:
+        lending = self._lent()
+        with _translated:
+            connection = lending.take()
+            try:
+                with writer_lock(connection.writer_lock):
+                    self._run_batch(connection, batch)
+            finally:
+                lending.give_back(connection)
+
+    def _run_batch(self, connection: _Connection, batch: list[PendingWrite]) -> None:
+        execute = connection.db.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            for job in batch:
+                self._run_one(connection, job)
+            execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(apsw.Error):
+                execute("ROLLBACK")
+            raise
+
+    def _run_one(self, connection: _Connection, job: PendingWrite) -> None:
+        execute = connection.db.execute
+        execute("SAVEPOINT job")
+        try:
+            tx = SqliteTx(connection.db, self.clock)
+            job.result = job.work(tx)
+            tx.flush()
+            job.rings = tx.rings
+        except BaseException as e:
+            execute("ROLLBACK TO job")
+            job.error = _translation(e) or e
+        execute("RELEASE job")
+
+    def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T:
+        lending = self._lent()
+        around: Tx | None = getattr(self._local, "around", None)
+        if around is not None:
+            return work(around)
+        with _translated:
+            connection = lending.take()
+            execute = connection.db.execute
+            try:
+                execute("BEGIN")
+                try:
+                    return work(SqliteTx(connection.db, self.clock))
+                finally:
+                    execute("ROLLBACK")
+            finally:
+                lending.give_back(connection)
+
+    def at_once(self, work: Callable[[], T]) -> T:
+        def read(tx: Tx) -> T:
+            self._local.around = tx
+            try:
+                return work()
+            finally:
+                self._local.around = None
+
+        return self.read(read)
+
+    def glance(self, sql: str, *params: object) -> Row | None:
+        lending = self._lent()
+        with _translated:
+            connection = lending.take()
+            try:
+                return connection.db.execute(sql, params).fetchone()
+            finally:
+                lending.give_back(connection)
+
+    def confirm(self, sql: str, *params: object) -> Row | None:
+        found = self.glance(sql, *params)
+        self._sync()
+        return found
+
+    def now(self) -> int:
+        return self.read(lambda tx: tx.now)
+
+    # the rest
+
+    def ring(self, topics: set[str]) -> None:
+        doorbell.ring(self._bells, topics)
+
+    def bell(self) -> Bell:
+        return doorbell.FileBell(self._bells)
+
+    def barrier(self) -> None:
+        self._sync()
+
+    def unstick(self) -> str:
+        return free_writer_lock(f"{self.path}-gate")
+
+    def describe(self) -> dict[str, str]:
+        row = self.read(lambda tx: tx.row("SELECT value FROM meta WHERE key = 'schema_version'"))
+        return {
+            "engine": "SQLite " + apsw.sqlite_lib_version(),
+            "path": str(self.path),
+            "schema": str(row[0]) if row else "none",
+            "file system": file_system_of(self.path),
+        }
+
+    def close(self) -> None:
+        self._closed = True
+        if self._pid != os.getpid():
+            _inherited.append(self._lending)
+            return
+        if self._combiner is not None:
+            self._combiner.stop()
+        self._lending.close()
+
+
+# --- opening ------------------------------------------------------------------------------------------------
+
+
+def schema_version(db: apsw.Connection) -> int:
+    # One read: between two, another process may make the ledger.
+    names = [name for (name,) in db.execute("SELECT name FROM sqlite_schema")]
+    if "meta" not in names:
+        if names:
+            raise SchemaMismatch(
+                "the file is a SQLite database, but not a ledger",
+                remedy="point SUBLET_LEDGER at another path",
+            )
+        return 0
+    try:
+        row = db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+        return int(str(row[0]))  # type: ignore[index]
+    except (apsw.SQLError, ValueError, TypeError):
+        raise SchemaMismatch(
+            "the file has a table called meta, but is not a ledger",
+            remedy="point SUBLET_LEDGER at another path",
+        ) from None
+
+
+def apply_migrations(path: Path, clock: Clock) -> list[str]:
+    """Bring the file to the newest schema, each step in its own transaction. Returns what was applied."""
+    until = time.monotonic() + MIGRATE_SECONDS
+    while True:
+        try:
+            return _migrated(path, clock)
+        except Disconnected:
+            # A new file cannot be opened while another process makes a ledger of it: its journal mode is
+            # being set.
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.02)
+
+
+def _migrated(path: Path, clock: Clock) -> list[str]:
+    with _translated:
+        connection = _Connection(path)
+        try:
+            with writer_lock(connection.writer_lock):
+                return _apply(connection, clock)
+        finally:
+            connection.close()
+
+
+def _apply(connection: _Connection, clock: Clock) -> list[str]:
+    db = connection.db
+    found = schema_version(db)
+    if found > versions.newest("sqlite"):
+        versions.check_version("sqlite", found)
+    done: list[str] = []
+    steps = [step for step in versions.migrations("sqlite") if step.number > found]
+    # A new ledger appears whole: a process that opens it meanwhile must not find half and be told to
+    # migrate it.
+    for batch in [steps] if found == 0 else [[step] for step in steps]:
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            for step in batch:
+                db.execute(step.sql)
+                if step.number == 1:
+                    _first_rows(db, clock)
+                db.execute(
+                    "INSERT INTO meta VALUES ('schema_version', ?) ON CONFLICT (key) DO UPDATE SET value = "
+                    "excluded.value",
+                    (str(step.number),),
+                )
+            db.execute("COMMIT")
+        except BaseException:
+            db.execute("ROLLBACK")
+            raise
+        done += [f"{step.number:04d} {step.name}" for step in batch]
+    if done:
+        connection.sync()
+    return done
+
+
+def _first_rows(db: apsw.Connection, clock: Clock) -> None:
+    db.execute("INSERT INTO meta VALUES ('incarnation', ?)", (secrets.token_hex(8),))
+    db.execute(
+        "INSERT INTO pool VALUES (1, 0, ?, ?, ?, 0, 0, ?, ?)",
+        (clock.wall_us(), clock.boot_id(), clock.wall_us() - clock.boot_us(), GENESIS, Policy().to_text()),
+    )
+
+
+def open_ledger(url: str, clock: Clock) -> SqlLedger:
+    """Open `sqlite:PATH`. A new file gets its schema; an old or newer one is refused."""
+    path = Path(url.removeprefix("sqlite:")).expanduser()
+    check_library(library_version())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise Misconfigured(f"the ledger's folder {path.parent} cannot be made: {e.strerror}") from e
+    check_place(path)
+    with _translated:
+        db = apsw.Connection(str(path))
+        try:
+            db.set_busy_timeout(_SAFETY_BUSY_MS)
+            found = schema_version(db)
+        finally:
+            db.close()
+    if found == 0:
+        apply_migrations(path, clock)
+    else:
+        versions.check_version("sqlite", found)
+    return SqlLedger(SqliteEngine(path, clock))
+
+
+def backup(path: Path, target: Path) -> None:
+    """A consistent copy of a live ledger."""
+    with _translated:
+        source = apsw.Connection(str(path))
+        copy = apsw.Connection(str(target))
+        try:
+            with copy.backup("main", source, "main") as running:
+                while not running.done:
+                    running.step(1000)
+        finally:
+            copy.close()
+            source.close()

@@ -1,0 +1,1 @@
+"""The verbs of the ledger by subject; each is one transaction."""

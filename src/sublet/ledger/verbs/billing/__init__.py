@@ -1,0 +1,1 @@
+"""Verbs on tenants, prices and goodput."""

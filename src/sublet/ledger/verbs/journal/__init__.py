@@ -1,0 +1,1 @@
+"""Verbs that read, verify, seal, prune and audit the journal."""

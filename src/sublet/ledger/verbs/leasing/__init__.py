@@ -1,0 +1,1 @@
+"""Verbs on leases, waiters, devices, gangs and blocks."""

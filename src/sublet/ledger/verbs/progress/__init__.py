@@ -1,0 +1,1 @@
+"""Verbs on heads, effects and versions: the commit point."""

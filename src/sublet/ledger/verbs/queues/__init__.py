@@ -1,0 +1,1 @@
+"""Verbs on queues and items."""

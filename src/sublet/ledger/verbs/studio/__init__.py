@@ -1,0 +1,1 @@
+"""Verbs on studio sessions and tokens."""

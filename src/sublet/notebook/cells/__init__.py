@@ -1,0 +1,1 @@
+"""One cell: which variables travel, how it runs in the worker, what is kept of it."""

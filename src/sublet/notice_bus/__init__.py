@@ -1,0 +1,1 @@
+"""The Notice bus and everything that can warn: clouds, schedulers, files, time limits."""

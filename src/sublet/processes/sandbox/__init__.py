@@ -1,0 +1,1 @@
+"""Containment of a worker and of a tenant: namespaces, users, mounts."""

@@ -1,0 +1,1 @@
+"""`sublet.queue`: publishing, pulling, workers and results."""

@@ -1,0 +1,1 @@
+"""External brokers that items may come from."""

@@ -1,0 +1,1 @@
+"""`sublet run`: a command under a lease, its restarts, and drills."""

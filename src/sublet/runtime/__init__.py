@@ -1,1 +1,0 @@
-"""Protocols over ports: holding a lease, keeping it, enforcing it."""

@@ -1,0 +1,1 @@
+"""The bucket client: requests that are retried and bounded in time."""

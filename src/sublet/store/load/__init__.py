@@ -1,0 +1,1 @@
+"""Loading: verified reads into memory or into what the caller has."""

@@ -1,0 +1,1 @@
+"""Replicas: directories and buckets, and the quorum over them."""

@@ -1,0 +1,1 @@
+"""Saving: packing chunks and writing them behind the training loop."""

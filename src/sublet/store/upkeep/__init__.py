@@ -1,0 +1,1 @@
+"""Upkeep of saved states: history, sweep, scrub, rebuild."""

@@ -1,1 +1,0 @@
-"""The attendant: the process that holds a host's studio sessions, so that they outlive the service."""

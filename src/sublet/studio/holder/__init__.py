@@ -1,0 +1,1 @@
+"""The session host: the process that holds a host's studio sessions, so that they outlive the service."""

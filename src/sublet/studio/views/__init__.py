@@ -1,0 +1,1 @@
+"""What the service shows: dashboard, live stream, metrics, prices, usage."""

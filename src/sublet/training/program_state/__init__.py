@@ -1,0 +1,1 @@
+"""The whole state of a running program: its frames, its objects and its process, taken and put back."""

@@ -1,0 +1,423 @@
+"""Where a program stands: its frames and its generators, read while they wait and made again elsewhere.
+
+A frame that waits for a call it made is its code, the call it stands at, its variables and the values that
+wait on its stack (the iterator of a `for`, the `__exit__` of a `with`, the left side of a `+`). All of that
+can be read, and a code object that begins by putting it all in its place, and then jumps to that very call,
+is the same frame again. A generator is a frame that waits at a `yield`.
+
+Rules of this file:
+- Nothing is guessed. The layout of a frame is known for each version of CPython here and compared with what
+  Python itself says about the frame; what is not understood is refused with its line.
+- A call is made again by its own instruction, with another function in the place of the one that was called:
+  handlers, `with` blocks and line numbers are those of the original code.
+- A frame made again is read as the original: the code it was made from is known, and by how much it moved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import functools
+import opcode
+import platform
+import sys
+import types
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from sublet.core.errors import BadInput
+from sublet.training.program_state.cpython.code_objects import (
+    OPTIMIZED,
+    analysed,
+    made_from,
+    numbers_of,
+    original,
+    slot_names,
+)
+
+VERSION = sys.version_info[:2]
+KNOWN_VERSIONS = ((3, 11), (3, 12), (3, 13))
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_FRAME_IN_OBJECT = 3 * _WORD
+#: In CPython's frame: its code, the frame before it, who owns it, and its first variable.
+_CODE, _PREVIOUS, _OWNER = (4 * _WORD, 6 * _WORD, 69) if VERSION == (3, 11) else (0, _WORD, 70)
+_ENTRY = 68  # of 3.11: whether C called it
+_SLOTS = 72
+_OWNED_BY_C = 3
+#: In CPython's generator: the exception that it handles.
+_HANDLED = (6 if VERSION == (3, 11) else 5) * _WORD
+
+_CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+_HAS_ARGS, _HAS_KEYWORDS = 4, 8
+
+
+class _Nothing:
+    """In the place of a variable that is not bound, or of an empty place on the stack."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+NOTHING = _Nothing()
+
+
+class NotResumable(BadInput):
+    """The place where the program stands cannot be taken up again."""
+
+
+@dataclass(slots=True)
+class Suspended:
+    """A frame that waits for a call, or a generator that waits at a `yield` (or was never begun)."""
+
+    code: types.CodeType
+    offset: int | None  # of the instruction it waits at; None: not begun
+    slots: list[Any]
+    stack: list[Any]
+    namespace: dict[str, Any]  # its globals
+    handled: BaseException | None = None  # what a generator is handling
+
+    @property
+    def is_module(self) -> bool:
+        return not self.code.co_flags & OPTIMIZED
+
+    @property
+    def names(self) -> list[str]:
+        return slot_names(self.code)
+
+
+def check_interpreter() -> None:
+    """Refuse an interpreter whose frames have another layout than the known ones."""
+    free_threads = not getattr(sys, "_is_gil_enabled", lambda: True)()
+    if sys.implementation.name != "cpython" or VERSION not in KNOWN_VERSIONS or _WORD != 8 or free_threads:
+        raise NotResumable(
+            f"unmodified scripts can be resumed on CPython 3.11 to 3.13, and this is "
+            f"{platform.python_implementation()} {platform.python_version()}; nothing was started",
+            remedy="run it with Python 3.11, 3.12 or 3.13, or use run = sublet.train(...) in the script",
+        )
+    _address(sys._getframe())
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def _word(at: int) -> int:
+    return ctypes.c_void_p.from_address(at).value or 0
+
+
+def _object(at: int) -> Any:
+    there = _word(at)
+    return ctypes.cast(there, ctypes.py_object).value if there else NOTHING
+
+
+def _byte(at: int) -> int:
+    return ctypes.c_ubyte.from_address(at).value
+
+
+def _address(frame: types.FrameType) -> int:
+    at = _word(id(frame) + _FRAME_IN_OBJECT)
+    if _word(at + _CODE) != id(frame.f_code):
+        raise NotResumable("the frames of this build of Python are laid out in an unknown way")
+    return at
+
+
+def called_by_c(frame: types.FrameType) -> bool:
+    """Whether C code stands between this frame and the one that it returns to."""
+    at = _address(frame)
+    if VERSION == (3, 11):
+        return bool(_byte(at + _ENTRY))
+    before = _word(at + _PREVIOUS)
+    return before == 0 or _byte(before + _OWNER) == _OWNED_BY_C
+
+
+def _slots(frame: types.FrameType) -> list[Any]:
+    at = _address(frame) + _SLOTS
+    return [_object(at + _WORD * n) for n in range(len(slot_names(frame.f_code)))]
+
+
+def _stack(frame: types.FrameType, depth: int) -> list[Any]:
+    at = _address(frame) + _SLOTS + _WORD * len(slot_names(frame.f_code))
+    return [_object(at + _WORD * n) for n in range(depth)]
+
+
+def read(frame: types.FrameType, inner: types.FrameType | None) -> Suspended:
+    """`inner` is the frame that it called; None for the one whose call is answered by us."""
+    code, moved = original(frame.f_code)
+    analysis = analysed(code)
+    at = analysis.instruction(frame.f_lasti - moved)
+    if at.opname not in _CALLS or frame.f_code.co_flags & _SUSPENDS:
+        raise NotResumable(f"{place(frame)} trains inside {_shown(at, frame)}")
+    operands = analysis.depths[at.offset]
+    below = operands + dis.stack_effect(at.opcode, at.arg) - 1
+    # What stands between two frames that were made again is ours, and only passes on.
+    if inner is not None and inner.f_back is frame and called_by_c(inner):
+        _check_passes_on(_stack(frame, operands)[below:], frame, inner)
+    slots = [] if frame.f_code.co_flags & OPTIMIZED == 0 else _slots(frame)
+    for n in analysis.dead_after(at.offset):
+        if is_gone_unnoticed(slots[n]):
+            slots[n] = NOTHING
+    return Suspended(code, at.offset, slots, _stack(frame, below), frame.f_globals)
+
+
+def is_gone_unnoticed(value: Any) -> bool:
+    """Whether nobody sees that a variable that is never read again holds it no longer."""
+    return not issubclass(type(value), type) and not is_seen_to_end(value)
+
+
+class LooseReference(weakref.ref[Any]):
+    """A weak reference of ours, by which no program sees anything."""
+
+    __slots__ = ()
+
+
+def is_seen_to_end(thing: Any) -> bool:
+    """Whether the program can tell when this object is gone: by a finalizer, as files and generators have, or
+    by a weak reference."""
+    cls = type(thing)
+    if issubclass(cls, (type, types.FunctionType, types.ModuleType)):
+        return False  # Python itself refers to them weakly, and so do we
+    if hasattr(cls, "__del__"):
+        return True
+    return any(type(reference) is not LooseReference for reference in weakref.getweakrefs(thing))
+
+
+_SUSPENDS = 0x20 | 0x80 | 0x200  # generators, coroutines
+
+
+def _shown(at: dis.Instruction, frame: types.FrameType) -> str:
+    if frame.f_code.co_flags & _SUSPENDS:
+        return "a generator or coroutine, which cannot be entered again in the middle"
+    return f"an operator, a property or an import ({at.opname}), not in a call"
+
+
+def _check_passes_on(operands: list[Any], outer: types.FrameType, inner: types.FrameType) -> None:
+    """C code that called `inner` for `outer` returns what `inner` returns, and does nothing else."""
+    called = next((o for o in operands if o is not NOTHING), None)
+    if not _is_plain_call(called, original(inner.f_code)[0]):
+        name = getattr(called, "__qualname__", type(called).__qualname__)
+        raise NotResumable(
+            f"{place(outer)} trains inside a call of {name}, which is in the middle of its work"
+        )
+
+
+def _is_plain_call(called: Any, code: types.CodeType, depth: int = 0) -> bool:
+    if called is exec:
+        return code.co_name == "<module>"
+    if isinstance(called, types.FunctionType):
+        return original(called.__code__)[0] is code
+    if isinstance(called, types.MethodType):
+        return _is_plain_call(called.__func__, code, depth + 1)
+    if isinstance(called, functools.partial):
+        return _is_plain_call(called.func, code, depth + 1)
+    if isinstance(called, type) or depth > 8:
+        return False
+    return _is_plain_call(vars(type(called)).get("__call__"), code, depth + 1)
+
+
+def read_generator(generator: types.GeneratorType[Any, Any, Any]) -> Suspended:
+    """One that waits; a generator that is running, or over, is not for here."""
+    frame = generator.gi_frame
+    assert frame is not None, "it waits"
+    code, moved = original(generator.gi_code)
+    slots = _slots(frame)
+    if not generator.gi_suspended:
+        return Suspended(code, None, slots, [], frame.f_globals)
+    analysis = analysed(code)
+    at = analysis.instruction(frame.f_lasti - moved)
+    if at.opname == "RESUME":  # from 3.13 the next instruction is shown
+        at = analysis.before(at)
+    if at.opname != "YIELD_VALUE":
+        raise NotResumable(f"the generator {code.co_qualname} waits at {at.opname}")
+    for n in analysis.dead_after(at.offset):
+        if is_gone_unnoticed(slots[n]):
+            slots[n] = NOTHING
+    stack = _stack(frame, analysis.depths[at.offset] - 1)
+    return Suspended(code, at.offset, slots, stack, frame.f_globals, _handled(generator))
+
+
+def _handled(generator: types.GeneratorType[Any, Any, Any]) -> BaseException | None:
+    found = _object(id(generator) + _HANDLED)
+    return None if found is NOTHING else found
+
+
+def _handle(generator: Generator[Any, Any, Any], error: BaseException) -> None:
+    """Python puts it there when an `except` is entered, and takes it from there when it is left."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+    ctypes.c_void_p.from_address(id(generator) + _HANDLED).value = id(error)
+
+
+def offset_of(frame: types.FrameType) -> int:
+    """The instruction it waits at, in the code that it was made from."""
+    code, moved = original(frame.f_code)
+    return analysed(code).instruction(frame.f_lasti - moved).offset
+
+
+def place(frame: types.FrameType) -> str:
+    return f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_qualname}:"
+
+
+# --- making again -------------------------------------------------------------------------------------------
+
+
+def go_on(stack: list[Suspended], answer: Callable[[], Any]) -> Any:
+    """Run a program on from where its frames wait, innermost first. It waits for `answer`."""
+    going = answer
+    while stack:  # what a frame holds is held by it alone, so that it can be let go
+        going = resumed(stack.pop(0), going)
+    return going()
+
+
+def resumed(frame: Suspended, answer: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that goes on where `frame` waits. `answer` is called in place of the call it waits for."""
+    assert frame.offset is not None
+    analysis = analysed(frame.code)
+    at = analysis.instruction(frame.offset)
+    enters = (
+        analysis.before(at) if VERSION == (3, 11) and at.opname == "CALL" else at
+    )  # PRECALL is a part of it
+    code = _entering(frame, enters.offset, _operands(at, lambda *a, **k: answer()), generator=False)
+    namespace = frame.namespace
+    if frame.is_module:
+        return lambda: exec(code, namespace)
+    function = _function(code, namespace)
+    arguments, keywords = _placeholders(code)
+    return lambda: function(*arguments, **keywords)
+
+
+def made_generator(suspended: Suspended) -> Generator[Any, Any, Any]:
+    code = suspended.code
+    if suspended.offset is None:
+        return _not_begun(suspended)
+    made = _entering(suspended, suspended.offset, [None], generator=True)
+    arguments, keywords = _placeholders(code)
+    generator: Generator[Any, Any, Any] = _function(made, suspended.namespace)(*arguments, **keywords)
+    next(generator)  # to the `yield` where it waited
+    if suspended.handled is not None:
+        _handle(generator, suspended.handled)
+    return generator
+
+
+def _not_begun(suspended: Suspended) -> Generator[Any, Any, Any]:
+    """Its function is called again, with what it was called with."""
+    code, values = suspended.code, dict(zip(suspended.names, suspended.slots, strict=True))
+    names = code.co_varnames
+    held = {
+        n: v.cell_contents if isinstance(v, types.CellType) else v for n, v in values.items() if n in names
+    }
+    count = code.co_argcount
+    arguments = [held[name] for name in names[:count]]
+    keywords = {name: held[name] for name in names[count : count + code.co_kwonlyargcount]}
+    rest = iter(names[count + code.co_kwonlyargcount :])
+    if code.co_flags & _HAS_ARGS:
+        arguments += held[next(rest)]
+    if code.co_flags & _HAS_KEYWORDS:
+        keywords |= held[next(rest)]
+    closure = tuple(values[name] for name in code.co_freevars)
+    if not all(isinstance(cell, types.CellType) for cell in closure):
+        raise NotResumable(
+            f"the generator {code.co_qualname} was not begun, and what it refers to is unknown"
+        )
+    function = types.FunctionType(code, suspended.namespace, code.co_name, None, closure)
+    generator: Generator[Any, Any, Any] = function(*arguments, **keywords)
+    return generator
+
+
+def _function(code: types.CodeType, namespace: dict[str, Any]) -> Callable[..., Any]:
+    cells = tuple(types.CellType() for _ in code.co_freevars)
+    return types.FunctionType(code, namespace, code.co_name, None, cells)
+
+
+def _placeholders(code: types.CodeType) -> tuple[list[None], dict[str, None]]:
+    """Arguments that the first instructions replace."""
+    count = code.co_argcount
+    return [None] * count, dict.fromkeys(code.co_varnames[count : count + code.co_kwonlyargcount])
+
+
+def _operands(at: dis.Instruction, answer: Callable[..., Any]) -> list[Any]:
+    """What the call's own instruction expects on the stack."""
+    head = [answer, NOTHING] if VERSION >= (3, 13) else [NOTHING, answer]
+    if at.opname == "CALL_FUNCTION_EX":
+        return [*head, (), *([{}] if (at.arg or 0) & 1 else [])]
+    return [*head, *[None] * (at.arg or 0), *([()] if at.opname == "CALL_KW" else [])]
+
+
+def _entering(frame: Suspended, offset: int, operands: list[Any], *, generator: bool) -> types.CodeType:
+    """The frame's code, with a beginning that puts everything in its place and goes to `offset`."""
+    code = frame.code
+    values: list[Any] = []
+    beginning = bytearray()
+    if generator:
+        beginning += _instruction("RETURN_GENERATOR") + _instruction("POP_TOP")
+    beginning += _instruction("RESUME")
+    given = code.co_argcount + code.co_kwonlyargcount
+    given += bool(code.co_flags & _HAS_ARGS) + bool(code.co_flags & _HAS_KEYWORDS)
+    take = _call_without_arguments(len(code.co_consts))
+    for n, value in enumerate(frame.slots):
+        if value is not NOTHING:
+            values.append(value)
+            beginning += take + _instruction("STORE_FAST", n)
+        elif n < given:
+            beginning += _instruction("DELETE_FAST", n)
+    for value in [*frame.stack, *operands]:
+        if value is NOTHING:
+            beginning += _instruction("PUSH_NULL")
+        else:
+            values.append(value)
+            beginning += take
+    beginning += _instruction("JUMP_FORWARD", offset // 2)
+    values.reverse()
+    made = code.replace(
+        co_code=bytes(beginning) + code.co_code,
+        # Taken one by one: nothing is held longer than the frame needs it.
+        co_consts=(*code.co_consts, values.pop),
+        co_exceptiontable=_moved(code.co_exceptiontable, len(beginning) // 2),
+        co_linetable=_without_lines(len(beginning) // 2) + code.co_linetable,
+        co_stacksize=code.co_stacksize + len(frame.stack) + len(operands) + 4,
+    )
+    made_from(made, code, len(beginning))
+    return made
+
+
+def _find_caches() -> dict[str, int]:
+    """How many inline caches follow each instruction."""
+    entries: Any = vars(opcode)["_inline_cache_entries"]
+    if isinstance(entries, dict):
+        return dict(entries)
+    return {opcode.opname[number]: count for number, count in enumerate(entries)}
+
+
+_CACHES = _find_caches()
+
+
+def _instruction(name: str, argument: int = 0) -> bytes:
+    out = bytearray((dis.opmap[name], argument & 255))
+    while argument := argument >> 8:
+        out[:0] = (dis.opmap["EXTENDED_ARG"], argument & 255)
+    return bytes(out) + bytes(2 * _CACHES.get(name, 0))
+
+
+def _call_without_arguments(constant: int) -> bytes:
+    load, null = _instruction("LOAD_CONST", constant), _instruction("PUSH_NULL")
+    if VERSION >= (3, 13):
+        return load + null + _instruction("CALL")
+    precall = _instruction("PRECALL") if VERSION == (3, 11) else b""
+    return null + load + precall + _instruction("CALL")
+
+
+def _moved(table: bytes, units: int) -> bytes:
+    out = bytearray()
+    for n, number in enumerate(numbers_of(table)):
+        moved = number + units if n % 4 in (0, 2) else number
+        parts = [moved & 63]
+        while moved := moved >> 6:
+            parts.append(moved & 63 | 64)
+        parts.reverse()
+        parts[0] |= 128 if n % 4 == 0 else 0  # an entry begins
+        out += bytes(parts)
+    return bytes(out)
+
+
+def _without_lines(units: int) -> bytes:
+    return bytes(0x80 | 15 << 3 | min(8, units - at) - 1 for at in range(0, units, 8))

@@ -1,0 +1,1 @@
+"""How CPython lays out what it runs and what it holds."""

@@ -1,0 +1,1 @@
+"""The parts of `file_history` and `open_files`."""

@@ -1,0 +1,1 @@
+from tests.processes.conftest import folder, worker, workers  # noqa: F401

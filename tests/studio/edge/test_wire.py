@@ -1,0 +1,277 @@
+"""Everything that goes wrong has one shape, and says nothing of the inside."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+
+from sublet.core import errors
+from sublet.core.errors import SubletError, error_tree
+from sublet.studio.edge.wire import STATUS, refusal, status_of, told
+from tests.homes import wait_until
+from tests.studio.running import Running
+
+INSIDE = re.compile(r"/home/|/tmp/|/work/|/usr/|postgresql:|sqlite:|Traceback|File \"|\.py\b|psycopg|apsw")
+
+
+def check_shape(body: bytes, headers: dict[str, str]) -> dict[str, str]:
+    found = json.loads(body)
+    assert set(found) == {"code", "message", "remedy", "id"}
+    assert all(isinstance(v, str) for v in found.values())
+    assert found["code"]
+    assert found["message"]
+    assert found["id"] == headers["x-request-id"]
+    assert headers["content-type"] == "application/json"
+    assert not INSIDE.search(body.decode()), body
+    return found
+
+
+BAD: list[tuple[str, str, dict[str, Any], int, str]] = [
+    # what, (method path), how it is sent, status, code
+    ("unknown path", "GET /nothing/here", {}, 404, "not_found"),
+    ("unknown path below v1", "GET /v1/nothing", {"token": True}, 404, "not_found"),
+    ("trailing slash", "GET /v1/sessions/", {"token": True}, 404, "not_found"),
+    ("dots", "GET /page/..%2f..%2fapp.py", {}, 404, "not_found"),
+    ("a page that is not there", "GET /page/app.py", {}, 404, "not_found"),
+    ("wrong method", "PATCH /v1/sessions", {"token": True}, 405, "method_not_allowed"),
+    ("options", "OPTIONS /v1/sessions", {}, 405, "method_not_allowed"),
+    ("trace", "TRACE /v1/sessions", {}, 405, "method_not_allowed"),
+    ("no token", "GET /v1/sessions", {}, 401, "unauthorized"),
+    (
+        "a wrong token",
+        "GET /v1/sessions",
+        {"headers": {"Authorization": "Bearer sublet_x"}},
+        401,
+        "unauthorized",
+    ),
+    ("another scheme", "GET /v1/sessions", {"headers": {"Authorization": "Basic YTpi"}}, 401, "unauthorized"),
+    ("an empty token", "GET /v1/sessions", {"headers": {"Authorization": "Bearer "}}, 401, "unauthorized"),
+    ("token in the address", "GET /v1/sessions?token=TOKEN", {}, 401, "unauthorized"),
+    ("a user at an operator's", "GET /v1/tenants", {"token": True}, 403, "forbidden"),
+    ("no JSON", "POST /v1/sessions", {"token": True, "raw": b"{nope"}, 400, "bad_input"),
+    ("not UTF-8", "POST /v1/sessions", {"token": True, "raw": b'{"vram":"\xff\xfe"}'}, 400, "bad_input"),
+    (
+        "NUL",
+        "POST /v1/sessions",
+        {"token": True, "body": {"vram": "1GB", "name": "a\x00b"}},
+        422,
+        "bad_input",
+    ),
+    (
+        "an escape",
+        "POST /v1/sessions",
+        {"token": True, "body": {"vram": "1GB", "name": "\x1b[2J"}},
+        422,
+        "bad_input",
+    ),
+    (
+        "half a surrogate",
+        "POST /v1/sessions",
+        {"token": True, "raw": b'{"vram":"1GB","name":"\\ud800"}'},
+        422,
+        "bad_input",
+    ),
+    ("deep JSON", "POST /v1/sessions", {"token": True, "raw": b"[" * 100_000}, 400, "bad_input"),
+    (
+        "a huge number",
+        "POST /v1/sessions",
+        {"token": True, "raw": b'{"vram":' + b"9" * 5000 + b"}"},
+        400,
+        "bad_input",
+    ),
+    ("NaN", "POST /v1/sessions", {"token": True, "raw": b'{"vram":"1GB","ttl":NaN}'}, 422, "bad_input"),
+    ("no body", "POST /v1/sessions", {"token": True}, 422, "bad_input"),
+    ("a list", "POST /v1/sessions", {"token": True, "body": []}, 422, "bad_input"),
+    (
+        "an unknown field",
+        "POST /v1/sessions",
+        {"token": True, "body": {"vram": "1GB", "tenant": "bob"}},
+        422,
+        "bad_input",
+    ),
+    (
+        "another type",
+        "POST /v1/sessions",
+        {"token": True, "raw": b"vram=1", "headers": {"Content-Type": "application/x-www-form-urlencoded"}},
+        415,
+        "unsupported_type",
+    ),
+    ("a size that is none", "POST /v1/sessions", {"token": True, "body": {"vram": "much"}}, 422, "bad_input"),
+    ("no such session", "GET /v1/sessions/S00000000000000000000", {"token": True}, 404, "not_found"),
+    ("no session's id", "GET /v1/sessions/%00", {"token": True}, 404, "not_found"),
+    ("no lease", "GET /v1/leases/L1", {"token": True}, 404, "not_found"),
+    ("no lease's id", "GET /v1/leases/..%5c..", {"token": True}, 404, "not_found"),
+    ("a query that is none", "GET /v1/sessions?limit=-1", {"token": True}, 422, "bad_input"),
+    (
+        "a wait that is none",
+        "GET /v1/sessions/S00000000000000000000?wait=x",
+        {"token": True},
+        404,
+        "not_found",
+    ),
+    ("an event that is none", "GET /v1/events?after=-1", {"token": True}, 422, "bad_input"),
+    ("too much", "POST /v1/sessions", {"token": True, "raw": b" " * ((1 << 20) + 1)}, 413, "too_large"),
+    ("a body where none belongs", "GET /v1/sessions", {"token": True, "raw": b"x"}, 200, ""),
+    (
+        "a foreign page",
+        "POST /v1/sessions",
+        {"token": True, "body": {"vram": "1GB"}, "headers": {"Origin": "https://evil.example"}},
+        403,
+        "forbidden",
+    ),
+    (
+        "no page",
+        "DELETE /v1/sessions/S00000000000000000000",
+        {"token": True, "headers": {"Origin": "null"}},
+        403,
+        "forbidden",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "status", "code"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+)
+def test_one_shape(studio_here: Running, where: str, how: dict[str, Any], status: int, code: str) -> None:
+    method, path = where.split(" ", 1)
+    how = dict(how)
+    token = studio_here.token("ann") if how.pop("token", False) else None
+    said = studio_here.ask(method, path.replace("TOKEN", studio_here.token("ann")), token, **how)
+    assert said.status == status, said.body
+    if status >= 400:
+        found = check_shape(said.body, said.headers)
+        assert found["code"] == code
+        assert said.headers["cache-control"] == "no-store"
+        assert ("www-authenticate" in said.headers) == (status == 401)
+        assert ("allow" in said.headers) == (status == 405)
+
+
+def test_head_has_the_status_and_no_body(studio_here: Running) -> None:
+    said = studio_here.ask("HEAD", "/v1/sessions", studio_here.token("ann"))
+    assert (said.status, said.body) == (405, b"")
+
+
+def test_two_tokens_are_none(studio_here: Running) -> None:
+    with studio_here.connect() as sock:
+        line = f"Authorization: Bearer {studio_here.token('ann')}\r\n"
+        sock.sendall(
+            f"GET /v1/sessions HTTP/1.1\r\nHost: x\r\n{line}{line}Connection: close\r\n\r\n".encode()
+        )
+        assert b" 401 " in sock.recv(65536)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x00\x00",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_has_the_shape_too(studio_here: Running, sent: bytes) -> None:
+    with studio_here.connect() as sock:
+        sock.sendall(sent)
+        answer = b""
+        while piece := sock.recv(65536):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ", b"HTTP/1.1 405 "))
+    headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in head.decode().split("\r\n")[1:])}
+    check_shape(body, headers)
+
+
+def test_a_bug_is_told_as_internal_and_its_traceback_is_in_the_log(
+    studio_here: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(**_: object) -> None:
+        raise RuntimeError("secret plan in /home/somebody/plan.txt")
+
+    monkeypatch.setattr(studio_here.ledger, "sessions", broken)
+    said = studio_here.ask("GET", "/v1/sessions", studio_here.token("ann"))
+    assert (said.status, said.code) == (500, "internal")
+    check_shape(said.body, said.headers)
+    assert b"plan" not in said.body
+    wait_until(lambda: "secret plan" in studio_here.log())
+    assert said.json["id"] in studio_here.log()
+
+
+def test_what_names_the_installation_is_told_in_other_words(
+    studio_here: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(**_: object) -> None:
+        raise errors.Misconfigured("/home/ann/ledger.db cannot be opened", remedy="chmod /home/ann/ledger.db")
+
+    monkeypatch.setattr(studio_here.ledger, "sessions", away)
+    said = studio_here.ask("GET", "/v1/sessions", studio_here.token("ann"))
+    assert said.status == 503
+    check_shape(said.body, said.headers)
+
+
+def test_every_error_has_a_status_and_its_words_are_clean() -> None:
+    for cls in error_tree():
+        if not cls.__module__.startswith("sublet.core"):
+            continue
+        error = cls()
+        assert 400 <= status_of(error) <= 503
+        assert not any(ord(c) < 32 and c != "\n" for text in told(error) for c in text)
+        assert json.loads(refusal(error, "x").body)["code"] == error.code
+    assert SubletError in STATUS
+
+
+@pytest.mark.parametrize(
+    ("cls", "status"),
+    [
+        (errors.BadInput, 422), (errors.NotFound, 404), (errors.TooLarge, 413), (errors.HeadMoved, 409), (errors.WorkerLost, 410),
+        (errors.Disconnected, 503), (errors.NoCapacity, 503), (errors.QuotaReached, 409), (errors.TokenRevoked, 401),
+        (errors.Forbidden, 403), (errors.Elsewhere, 421), (errors.TooMany, 429), (errors.InvariantBroken, 500),
+    ],
+)  # fmt: skip
+def test_families_have_their_status(cls: type[SubletError], status: int) -> None:
+    assert status_of(cls()) == status
+
+
+def test_terminal_escapes_do_not_leave() -> None:
+    body = refusal(errors.BadInput("a\x1b[2Jb\x9b\x07c"), "x").body
+    assert b"\\u001b" not in body
+    assert b"\\u009b" not in body
+    assert body.isascii()
+
+
+def test_health(studio: Running) -> None:
+    assert studio.ask("GET", "/healthz").json == {"status": "ok"}
+    ready = studio.ask("GET", "/readyz")
+    assert ready.status == 200
+    assert ready.json["checks"] == {"serving": "ok", "ledger": "ok", "session_host": "ok"}
+
+
+def test_not_ready_says_which(studio_here: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studio_here.service.relay, "alive", lambda: False)
+    said = studio_here.ask("GET", "/readyz")
+    assert said.status == 503
+    assert said.json["checks"] == {"serving": "ok", "ledger": "ok", "session_host": "unreachable"}
+    monkeypatch.setattr(studio_here.ledger, "now", lambda: time.sleep(30))
+    began = time.monotonic()
+    assert studio_here.ask("GET", "/readyz").json["checks"]["ledger"] == "unreachable"
+    assert time.monotonic() - began < 15
+
+
+def test_security_headers(studio_here: Running) -> None:
+    page = studio_here.ask("GET", "/")
+    assert page.status == 200
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["cache-control"] == "no-store"
+    assert page.headers["x-frame-options"] == "DENY"
+    script = studio_here.ask("GET", "/page/main.js")
+    assert script.headers["content-type"].startswith("text/javascript")
+    again = studio_here.ask("GET", "/page/main.js", headers={"If-None-Match": script.headers["etag"]})
+    assert (again.status, again.body) == (304, b"")
+    for said in (page, script, studio_here.ask("GET", "/v1/sessions")):
+        assert said.headers["x-content-type-options"] == "nosniff"
+        assert "server" not in said.headers

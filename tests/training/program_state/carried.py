@@ -1,0 +1,304 @@
+"""A program that is taken apart at one of its steps in one process, and goes on from there in others.
+
+Rules of this file:
+- A program is a text. `begin()` stands before its loop, `step()` at the end of a turn; what it prints counts.
+- Three processes are forked: the first runs to its end and is taken after two steps, the second goes on from there and is taken after the
+  third, the last goes on from that. All of them must print the same, and what the first two hold after the third step must be equal.
+- It needs nothing but Python, and NumPy where a program has arrays: other versions of Python run this file as a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sublet.core.errors import SubletError
+from sublet.training.program_state.anchors import Paths
+from sublet.training.program_state.comparing import Difference, StateToCompare, differences
+from sublet.training.program_state.pickling import CannotBeSaved, Taken
+from sublet.training.program_state.program import Program
+from sublet.training.scripts.importing import remember_visibly
+
+FIRST = 2
+
+
+@dataclass(slots=True)
+class State:
+    """What a save holds."""
+
+    data: bytes
+    recipes: bytes
+    blocks: dict[str, bytes]
+    sizes: dict[str, int]
+    numbering: dict[str, Any]
+
+    def taken(self) -> Taken:
+        blocks: dict[str, Any] = dict(self.blocks)
+        if blocks:
+            import numpy
+
+            blocks = {name: numpy.frombuffer(block, dtype="uint8") for name, block in blocks.items()}
+        return Taken(self.data, self.recipes, blocks, self.sizes)
+
+    def to_compare(self) -> StateToCompare:
+        digests = {name: hashlib.sha256(block).hexdigest() for name, block in self.blocks.items()}
+        return StateToCompare(self.data, digests.get, Paths(*self.numbering["paths"]).words)
+
+
+@dataclass(slots=True)
+class Life:
+    """What one process made of the program."""
+
+    said: str = ""
+    states: dict[int, State] = field(default_factory=dict)
+    refused: str = ""  # in words: at the beginning, or later
+    when: str = ""  # it was refused
+    failed: str = ""  # a traceback
+
+    def said_after(self, step: int) -> str:
+        return self.said.partition(f"-- step {step}\n")[2]
+
+
+class Marks:
+    """`__sublet__` of the program."""
+
+    def __init__(self, program: Program, begun_from: tuple[int, State] | None, taken_after: set[int]) -> None:
+        self.program, self.begun_from, self.taken_after = program, begun_from, taken_after
+        self.count = 0
+        self.variant = 0  # a program may ask for it, to be unlike itself
+        self.life = Life()
+
+    def begin(self) -> None:
+        self.life.when = "begin"
+        if self.begun_from is None:
+            if unknown := self.program.begin(sys._getframe(1)):
+                raise CannotBeSaved([(part.path, part.thing, part.why) for part in unknown])
+            self.program.take(sys._getframe(1))
+            self.life.when = "step"
+            return
+        self.life.when = "resume"
+        self.count, state = self.begun_from
+        self.program.begin(sys._getframe(1), state.numbering)
+        go_on = self.program.put(state.taken())
+        sys.stdout.seek(0)
+        sys.stdout.truncate()
+        print(f"-- step {self.count}")
+        self.life.when = "step"
+        go_on(lambda: None)
+        raise _Over
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count in self.taken_after:
+            taken = self.program.take(sys._getframe(1))
+            self.life.states[self.count] = State(
+                taken.data,
+                taken.recipes,
+                {name: bytes(block) for name, block in taken.blocks.items()},
+                dict(taken.sizes),
+                pickle.loads(pickle.dumps(self.program.numbering())),
+            )
+        print(f"-- step {self.count}")
+
+
+class _Over(BaseException):
+    """A program that went on has come to its end on top of its beginning."""
+
+
+def _execute(code: types.CodeType) -> None:
+    """The frame below the program's first."""
+    exec(code, sys.modules["__main__"].__dict__)
+
+
+def _forget_the_tests() -> None:
+    """What pytest set up in the process that this one was forked from."""
+    known = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    for logger in (logging.root, *known):
+        logger.handlers.clear()
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if isinstance(signal.getsignal(number), types.FunctionType | types.MethodType):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _live(
+    text: str,
+    own: frozenset[str],
+    begun_from: tuple[int, State] | None,
+    taken_after: set[int],
+    variant: int = 0,
+) -> Life:
+    """The program in this process."""
+    _forget_the_tests()
+    program = Program(lambda name: name == "__main__" or name in own, _execute.__code__)
+    remember_visibly({"__main__", *own})  # type: ignore[arg-type]
+    marks = Marks(program, begun_from, taken_after)
+    marks.variant = variant
+    main = types.ModuleType("__main__")
+    main.__dict__.update({"__file__": "/program.py", "__sublet__": marks, "__cached__": None})
+    sys.modules["__main__"] = main
+    marked = re.sub(r"(?<!\.)\b(begin|step)\(\)", r"__sublet__.\1()", text)
+    said = sys.stdout = io.StringIO()
+    try:
+        _execute(compile(marked, "/program.py", "exec", dont_inherit=True))
+    except _Over:
+        pass
+    except CannotBeSaved as error:
+        marks.life.refused = "; ".join(
+            f"{path} {type(thing).__qualname__} {why}" for path, thing, why in error.found
+        )
+    except SubletError as error:
+        marks.life.refused = error.message
+    except BaseException:
+        marks.life.failed = traceback.format_exc()
+    marks.life.said = said.getvalue()
+    return marks.life
+
+
+def _elsewhere(*arguments: Any, disturbed: int = 0) -> Life:
+    """The same in a process that is forked, whose memory is laid out otherwise."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reads)
+        status = 1
+        try:
+            lain_about = _disturb_memory(disturbed)
+            data = pickle.dumps(_live(*arguments))
+            del lain_about
+            with open(writes, "wb") as out:
+                out.write(data)
+            status = 0
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
+        finally:
+            os._exit(status)
+    os.close(writes)
+    with open(reads, "rb") as back:
+        data = back.read()
+    _, status = os.waitpid(pid, 0)
+    if status or not data:
+        return Life(failed=f"the process ended with {os.waitstatus_to_exitcode(status)}")
+    life: Life = pickle.loads(data)
+    return life
+
+
+def _disturb_memory(seed: int) -> list[Any]:
+    """Objects that are made now lie elsewhere."""
+    chance = random.Random(seed)
+    made = [bytearray(chance.randrange(1, 600)) for _ in range(2000 if seed else 0)]
+    made += [{n: [n]} for n in range(len(made))]
+    chance.shuffle(made)
+    return made[: len(made) // 2]
+
+
+@dataclass(slots=True)
+class Carried:
+    """What the three made of one program."""
+
+    said: str = ""
+    refused: str = ""
+    fault: str = ""
+
+    def check(self) -> None:
+        """It went on in both, and there was something to see."""
+        assert not self.refused
+        assert not self.fault, self.fault
+        assert self.said.count("-- step") >= 2, self.said
+
+
+def carry(text: str, modules: Mapping[str, str] | None = None) -> Carried:
+    with _importable(modules or {}):
+        own = frozenset(modules or ())
+        first = _elsewhere(text, own, None, {FIRST, FIRST + 1})
+        if first.refused and first.when == "begin":
+            return Carried(refused=first.refused)
+        if first.failed or first.refused:
+            return Carried(fault=f"first: {first.failed or first.refused}")
+        again = _elsewhere(text, own, (FIRST, first.states[FIRST]), {FIRST + 1}, disturbed=1)
+        if fault := _fault(first, again, FIRST, "second"):
+            return Carried(fault=fault)
+        found = differences(first.states[FIRST + 1].to_compare(), again.states[FIRST + 1].to_compare())
+        if found:
+            return Carried(fault=f"compared: {'; '.join(map(str, found[:5]))}")
+        third = _elsewhere(text, own, (FIRST + 1, again.states[FIRST + 1]), set(), disturbed=2)
+        if fault := _fault(first, third, FIRST + 1, "third"):
+            return Carried(fault=fault)
+    return Carried(said=first.said_after(FIRST))
+
+
+def _fault(first: Life, later: Life, step: int, name: str) -> str:
+    if later.failed or later.refused:
+        return f"{name}: {later.failed or later.refused}"
+    if later.said_after(step) != first.said_after(step):
+        return f"{name} said:\n{later.said_after(step)}\ninstead of:\n{first.said_after(step)}"
+    return ""
+
+
+@contextlib.contextmanager
+def _importable(modules: Mapping[str, str]) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in modules.items():
+            Path(folder, f"{name}.py").write_text(text)
+        sys.path.insert(0, folder)
+        try:
+            yield
+        finally:
+            sys.path.remove(folder)
+
+
+def differences_between(text: str) -> list[Difference]:
+    """Of one program that does something else where it asks for the `variant`, after the same step."""
+    before, now = (_elsewhere(text, frozenset(), None, {FIRST}, variant) for variant in (0, 1))
+    assert [before.failed, now.failed] == ["", ""]
+    return differences(before.states[FIRST].to_compare(), now.states[FIRST].to_compare())
+
+
+def assert_carried(text: str, modules: Mapping[str, str] | None = None) -> None:
+    carry(text, modules).check()
+
+
+def carry_elsewhere(programs: Mapping[str, str], origin: Any) -> dict[str, Carried]:
+    """All of them in one process that has been started for it, and forks."""
+    from tests.forked import Forked
+
+    command = [sys.executable, "-m", "tests.training.program_state.carried"]
+    pipe = subprocess.PIPE
+    with Forked(
+        command, origin=origin, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=Path(__file__).parents[3]
+    ) as child:
+        out, error = child.communicate(json.dumps(dict(programs)), timeout=120)
+    assert child.returncode == 0, error
+    return {name: Carried(**found) for name, found in json.loads(out).items()}
+
+
+def main() -> None:
+    """Programs by name on standard input, what became of them on standard output."""
+    programs = json.load(sys.stdin)
+    out = sys.stdout
+    found = {name: asdict(carry(text)) for name, text in programs.items()}
+    json.dump(found, out)
+    out.flush()
+
+
+if __name__ == "__main__":
+    # Its classes are pickled by name.
+    from tests.training.program_state import carried
+
+    carried.main()
