@@ -92,6 +92,7 @@ def test_a_spare_that_died_is_replaced(own: LocalWorkers) -> None:
     stat = read_stat(spare)
     assert stat is not None
     os.kill(spare, signal.SIGKILL)
+    wait_until(lambda: process_is_gone(spare))  # until then it can still be sent the order that dies with it
     second = LocalWorker(own._ask, "here")  # by the zygote alone: start() would ask twice
     assert second.holder.pid != spare
     # Only its worker, in its sleep: it is not handed to anybody.

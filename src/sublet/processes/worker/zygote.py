@@ -37,7 +37,9 @@ IDLE_EXIT_SECONDS = 600.0
 LOOK_SECONDS = 1.0
 #: A new worker's first moments matter more than the next spare.
 SPARE_AFTER_SECONDS = 0.15
-ASK_PATIENCE_SECONDS = 2.0
+ASK_PATIENCE_SECONDS = 5.0
+#: A spare that lives is waited for: on a crowded machine a fork takes seconds. Whoever asks waits longer than this.
+SPARE_PATIENCE_SECONDS = 30.0
 #: The descriptors a request brings: control, calls, standard output and error, the page, the screen.
 FDS = 6
 _CREDENTIALS = struct.Struct("iII")
@@ -131,7 +133,7 @@ class Zygote:
                 os._exit(1)
         there.close()
         self._supervisors.add(pid)
-        here.settimeout(ASK_PATIENCE_SECONDS)
+        here.settimeout(SPARE_PATIENCE_SECONDS)
         self._spare, self._spare_pid, self._spare_at = here, pid, None
 
     def _answer(self) -> None:
