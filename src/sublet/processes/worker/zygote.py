@@ -38,7 +38,7 @@ LOOK_SECONDS = 1.0
 #: A new worker's first moments matter more than the next spare.
 SPARE_AFTER_SECONDS = 0.15
 ASK_PATIENCE_SECONDS = 5.0
-#: A spare that lives is waited for: on a crowded machine a fork takes seconds. Whoever asks waits longer than this.
+#: A spare that lives is waited for: on a crowded machine a fork takes seconds. Whoever asks waits longer.
 SPARE_PATIENCE_SECONDS = 30.0
 #: The descriptors a request brings: control, calls, standard output and error, the page, the screen.
 FDS = 6
