@@ -66,7 +66,7 @@ def run(part: Part, limit_s: float, logs: Path, run_of: str, interrupted: thread
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **part.environment},
+            env={"SUBLET_SEED": "random", **os.environ, **part.environment},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sublet.testing.postgres import PostgresServer, find_binaries
+from tests.seeds import NEW_CASES
 
 #: Fixtures that many folders use: a home with its warden, and a CUDA driver made of C.
 pytest_plugins = ["tests.homes", "tests.devices.cuda_shim"]
@@ -24,7 +25,9 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 MORE_EXAMPLES = int(os.environ.get("SUBLET_MORE_EXAMPLES", "1"))
 
 # How long one case takes says more about who else uses the machine than about the rule.
-settings.register_profile("crowded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "crowded", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not NEW_CASES
+)
 settings.load_profile("crowded")
 
 

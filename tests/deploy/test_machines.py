@@ -44,7 +44,7 @@ STEPS = """
     from sublet import wiring
     from sublet.core.progress.effect import Commit
     ledger = wiring.open_ledger(wiring.load_settings())
-    with sublet.gpu(vram="16GiB", ttl="2s", tier="batch", holder="name") as lease:
+    with sublet.gpu(vram="16GiB", ttl="5s", tier="batch", holder="name") as lease:
         print("held", lease.id, lease.devices[0], flush=True)
         step = 0
         while True:

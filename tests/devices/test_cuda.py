@@ -552,10 +552,10 @@ def test_a_kernel_that_never_ends(shim: Shim) -> None:
         """,
         wedge="nothing",
     )
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     first, took, after, left, problems, held = ran.answer
     assert first[:2] == ["KernelTimeout", "a kernel ran longer than 100ms"]
-    assert 0.1 <= took < 5
+    assert 0.1 <= took < 30
     assert [a[0] for a in after] == ["DeviceFault"] * 2
     assert left == 1
     assert sum("only the end of this process" in p for p in problems) == 3, "buffer, module, context"

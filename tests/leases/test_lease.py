@@ -108,7 +108,7 @@ ZOMBIE = """
     import sublet, sys, os, signal
     from sublet import wiring
     from sublet.core.progress.effect import Commit
-    with sublet.gpu(vram="16GiB", ttl="1s", holder="name") as lease:
+    with sublet.gpu(vram="16GiB", ttl="3s", holder="name") as lease:
         ledger = wiring.open_ledger(wiring.load_settings())
         ledger.commit(lease.key, Commit(job="j", key="j:1", step=1, fingerprint="f", expected_version=0, digest="d1"))
         print("held", lease.id, lease.epoch, 0, flush=True)
@@ -183,7 +183,7 @@ def test_the_keeper_renews_while_there_is_work(home: Home) -> None:
 
 def test_an_unused_lease_runs_out_with_a_notice_before_its_end(home: Home) -> None:
     """Acquired by name without a block and never touched: idle, so not renewed."""
-    lease = sublet.gpu(vram="1GiB", ttl="2s", holder="name").acquire()
+    lease = sublet.gpu(vram="1GiB", ttl="4s", holder="name").acquire()
     lease._touched = False
     heard: list[float] = []
     lease.on_notice(lambda notice: heard.append(lease.seconds_left))

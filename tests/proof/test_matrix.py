@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from proof.matrix.trial import (
     Verdict,
 )
 from tests.homes import Home
+from tests.seeds import SEED
 
 PROGRAM = """
 import json, os, sys, time
@@ -80,7 +80,7 @@ def trial(tmp_path: Path, does: str, program: str = PROGRAM, *, twice: bool = Fa
         python=Path(sys.executable),
         results=tmp_path,
         home=tmp_path,
-        seed=int(os.environ.get("SUBLET_SEED", "7")),
+        seed=SEED,
         kills=2,
         twice=twice,
         environment=os.environ | {"SUBLET_HOME": str(tmp_path / "home")},
@@ -128,13 +128,11 @@ def test_a_program_that_differs_from_itself_proves_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_under_the_shim(name: str, sqlite_home: Home, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    seed = int(os.environ.get("SUBLET_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
-    print(f"SUBLET_SEED={seed}")
     rig = Rig(
         python=Path(sys.executable),
         results=tmp_path,
         home=sqlite_home.settings.home,
-        seed=seed,
+        seed=SEED,
         kills=1,
         twice=False,
         environment=sqlite_home.environment

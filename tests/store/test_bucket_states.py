@@ -130,7 +130,7 @@ def test_losing_a_bucket_keeps_saving_and_it_catches_up(
     begun = time.monotonic()
     shelf.save(a_state(2), 1)
     assert same(shelf.load(), a_state(2))
-    assert time.monotonic() - begun < 10 * SHORT.request_seconds, "it is waited for once, not at every object"
+    assert time.monotonic() - begun < 25 * SHORT.request_seconds, "it is waited for once, not at every object"
     mixed.up()
     health = shelf.open().repair(JOB)
     by_itself = not shelf.store.behind()  # a store that is open catches it up; a repair does what is left

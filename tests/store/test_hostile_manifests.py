@@ -22,12 +22,12 @@ from sublet.store.checkpoints import CheckpointStore
 from sublet.store.replicas.quorum import Replicas
 from sublet.store.save.packing import digest
 from tests.in_memory import in_memory
+from tests.seeds import SEED
 from tests.store.hostile_manifests import GROWTH_BYTES, canary_state
 from tests.store.rig import JOB, Shelf
 
 COUNT = int(os.environ.get("SUBLET_MANIFESTS", "150"))
 NAMES = min(500, COUNT)
-SEED = int(os.environ.get("SUBLET_SEED", "4"))
 
 pytestmark = pytest.mark.timeout(180 + COUNT // 10)
 

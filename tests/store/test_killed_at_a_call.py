@@ -24,11 +24,11 @@ from sublet.store.replicas.quorum import Replicas
 from sublet.store.save.packing import digest
 from tests.homes import process_is_gone, wait_until
 from tests.in_memory import in_memory
+from tests.seeds import SEED
 from tests.store.rig import JOB, Shelf
 from tests.traced import Programs, places_of
 
 KILLS = os.environ.get("SUBLET_KILLS", "6")
-SEED = int(os.environ.get("SUBLET_SEED", "4"))
 CALLS = (
     "openat,write,pwrite64,pwritev,pwritev2,ftruncate,fallocate,fsync,fdatasync,link,linkat,rename,renameat,renameat2,"
     "unlink,unlinkat,mkdir,mkdirat,sendto,sendmsg"

@@ -32,10 +32,10 @@ from sublet.store.save.packing import digest
 from sublet.testing.clock import VirtualClock
 from tests.crash_states import Crash, Log, crash_states, recording
 from tests.in_memory import in_memory
+from tests.seeds import SEED
 from tests.store.rig import JOB, Shelf
 
 STATES = int(os.environ.get("SUBLET_CRASH_STATES", "300"))
-SEED = int(os.environ.get("SUBLET_SEED", "4"))
 
 pytestmark = pytest.mark.timeout(120 + STATES // 5)
 

@@ -35,9 +35,9 @@ from sublet.leases.warden import warden_process
 from sublet.processes.worker.local import LocalWorker
 from tests.forked import Forked
 from tests.homes import Home, close_home, make_home, process_is_gone, wait_until
+from tests.seeds import SEED
 from tests.storms import hostile
 
-SEED = int(os.environ.get("SUBLET_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 AT_ONCE = 10
 MEMORY = 8 << 20
 
@@ -209,7 +209,7 @@ def test_nothing_survives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with capfd.disabled():
-        print(f"\nhostile storm: {SESSIONS} sessions, SUBLET_STORM_SEED={SEED}", flush=True)
+        print(f"\nhostile storm: {SESSIONS} sessions, SUBLET_SEED={SEED}", flush=True)
     home = make_home(tmp_path, f"sqlite:{tmp_path}/home/ledger.db", monkeypatch, f"host:{AT_ONCE}x64MiB")
     chance = random.Random(SEED)
     todo: queue.SimpleQueue[tuple[str, str, int]] = queue.SimpleQueue()

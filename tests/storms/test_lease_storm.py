@@ -1,6 +1,6 @@
 """Eight processes, random verbs, on each engine: calm, then with kill -9 of holders, of the warden and of PostgreSQL.
 
-The seed is printed first; `SUBLET_STORM_SEED=N SUBLET_STORM_SECONDS=S pytest tests/storms` replays it for longer.
+The seed is printed first; `SUBLET_SEED=N SUBLET_STORM_SECONDS=S pytest tests/storms` replays it for longer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from sublet.settings import load_settings
 from sublet.testing.postgres import PostgresServer
 from tests.forked import Forked
 from tests.homes import wait_until
+from tests.seeds import SEED
 
 SECONDS = float(os.environ.get("SUBLET_STORM_SECONDS", "5"))
-SEED = int(os.environ.get("SUBLET_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 PROCESSES = 8
 #: Of PostgreSQL. `make proof` wants hundreds.
 MANY_CRASHES = int(os.environ.get("SUBLET_POSTGRES_CRASHES", "0"))

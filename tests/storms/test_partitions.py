@@ -1,6 +1,6 @@
 """Hosts cut off from their PostgreSQL ledger, silently or not, in one direction or both, for a moment or for longer than a lease lasts.
 
-`SUBLET_CUTS=200 pytest tests/storms/test_partitions.py`; the seed is printed first, SUBLET_STORM_SEED=N takes another.
+`SUBLET_CUTS=200 pytest tests/storms/test_partitions.py`; the seed is printed first, SUBLET_SEED=N takes another.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from sublet.queues.queue import Queue
 from sublet.settings import load_settings
 from sublet.testing.postgres import PostgresServer
 from tests.forked import Forked
+from tests.seeds import SEED
 
 ITEMS = int(os.environ.get("SUBLET_QUEUE_STORM", "1500"))
-SEED = int(os.environ.get("SUBLET_STORM_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 WORKERS = 8
 KILL_EVERY = 0.1
 BATCH = 16

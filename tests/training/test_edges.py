@@ -465,10 +465,10 @@ def test_steps_cost_microseconds_and_leave_nothing_behind(sqlite_home: Home) -> 
         if step.number == 2_000:
             tracemalloc.start()
         if step.number == 4_000:
-            before = (tracemalloc.get_traced_memory()[0], time.monotonic())
+            before = (tracemalloc.get_traced_memory()[0], time.thread_time())
             tracemalloc.stop()
     assert before[0] < 500_000
-    assert (time.monotonic() - before[1]) / 2_000 < 0.005
+    assert (time.thread_time() - before[1]) / 2_000 < 0.005
 
 
 # --- effects -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from sublet.leases.warden.warden_process import ensure_warden
 from sublet.ports.ledger import LeaseKey
 from sublet.training import single_runner
 from tests.homes import Home, wait_until
+from tests.seeds import SEED
 from tests.training.rig import (
     CRASHED,
     Left,
@@ -214,10 +215,8 @@ def test_random_kills(home: Home, engine: str, tmp_path: Path) -> None:
     A kill counts when the process had begun its run and was still at it.
     """
     wanted = KILLS * 2 // 3 if engine == "sqlite" else KILLS - KILLS * 2 // 3
-    seed = int(os.environ.get("SUBLET_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
-    print(f"SUBLET_SEED={seed}", flush=True)
     calm = calm_walk(STORM_STEPS)
-    storm = Storm(random.Random(seed), tmp_path)
+    storm = Storm(random.Random(SEED), tmp_path)
     finished: list[str] = []
     shown = time.monotonic()
     try:

@@ -19,6 +19,7 @@ from sublet import shim
 from sublet.core.runs.exits import DRAINED_CODE
 from sublet.training import loop
 from tests.homes import Home
+from tests.seeds import SEED
 from tests.training.rig import Left, ended, forked, left_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -107,9 +108,7 @@ def each_step_once(job: str, steps: int) -> Left:
 
 @pytest.mark.parametrize("name", CALM)
 def test_killed_and_told_to_leave_at_random_steps(name: str, sqlite_home: Home, tmp_path: Path) -> None:
-    seed = int(os.environ.get("SUBLET_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
-    print(f"SUBLET_SEED={seed}")
-    chance = random.Random(seed)
+    chance = random.Random(f"{SEED} {name}")
     lives = Lives(tmp_path, SCRIPTS / name)
     calm = lives.plain()
     steps = CALM[name]

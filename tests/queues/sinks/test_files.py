@@ -23,10 +23,10 @@ from tests.crash_states import Log, crash_states, recording
 from tests.in_memory import in_memory
 from tests.queues.sinks.results import made
 from tests.queues.sinks.rig import BucketPlace
+from tests.seeds import SEED
 from tests.store.servers import FakeGcs, Servers
 
 STATES = int(os.environ.get("SUBLET_CRASH_STATES", "300"))
-SEED = int(os.environ.get("SUBLET_SEED", "4"))
 
 
 @pytest.fixture

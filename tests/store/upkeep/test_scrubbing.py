@@ -140,7 +140,7 @@ def test_the_rate_is_kept(three: Shelf) -> None:
     done = three.open().scrub(bytes_per_second=8 << 20)
     took = time.monotonic() - begun
     assert took >= done.bytes / (8 << 20) * 0.95
-    assert took < 5
+    assert took < 60
 
 
 def test_memory_stays_at_a_chunk_or_two(quick: Shelf) -> None:

@@ -290,7 +290,7 @@ def test_headers_that_never_end_are_cut(sqlite: Rig, tmp_path: Path) -> None:
             finally:
                 stop.set()
                 dripping.join()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
 
 
 def test_headers_that_are_too_large_are_cut(sqlite: Rig, tmp_path: Path) -> None:
@@ -316,10 +316,10 @@ def test_a_body_that_comes_too_slowly_is_cut(sqlite: Rig, tmp_path: Path) -> Non
             dripping.sendall(head)
             began = time.monotonic()
             with contextlib.suppress(OSError):
-                while time.monotonic() - began < 10:
+                while time.monotonic() - began < 60:
                     dripping.sendall(b" ")
                     time.sleep(0.05)
-            assert time.monotonic() - began < 9
+            assert time.monotonic() - began < 50
         wait_until(lambda: not studio.service.requests.count())
 
 

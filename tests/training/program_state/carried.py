@@ -5,11 +5,15 @@ Rules of this file:
 - Three processes are forked: the first runs to its end and is taken after two steps, the second goes on from there and is taken after the
   third, the last goes on from that. All of them must print the same, and what the first two hold after the third step must be equal.
 - It needs nothing but Python, and NumPy where a program has arrays: other versions of Python run this file as a program.
+- The three are forked from an interpreter that has imported no more than that: a fork of the process of the tests, with all that they
+  import, takes four times as long.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -22,13 +26,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import sublet
 from sublet.core.errors import SubletError
 from sublet.training.program_state.anchors import Paths
 from sublet.training.program_state.comparing import Difference, StateToCompare, differences
@@ -37,6 +45,8 @@ from sublet.training.program_state.program import Program
 from sublet.training.scripts.importing import remember_visibly
 
 FIRST = 2
+T = TypeVar("T")
+_small_process_lock = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -223,7 +233,7 @@ class Carried:
         assert self.said.count("-- step") >= 2, self.said
 
 
-def carry(text: str, modules: Mapping[str, str] | None = None) -> Carried:
+def _carry(text: str, modules: Mapping[str, str] | None = None) -> Carried:
     with _importable(modules or {}):
         own = frozenset(modules or ())
         first = _elsewhere(text, own, None, {FIRST, FIRST + 1})
@@ -263,11 +273,43 @@ def _importable(modules: Mapping[str, str]) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def differences_between(text: str) -> list[Difference]:
-    """Of one program that does something else where it asks for the `variant`, after the same step."""
+def _differences_between(text: str) -> list[Difference]:
     before, now = (_elsewhere(text, frozenset(), None, {FIRST}, variant) for variant in (0, 1))
     assert [before.failed, now.failed] == ["", ""]
     return differences(before.states[FIRST].to_compare(), now.states[FIRST].to_compare())
+
+
+@functools.cache
+def _small_process() -> Connection:
+    """To an interpreter that answers until this process ends."""
+    here, there = Pipe()
+    command = [sys.executable, "-m", "tests.training.program_state.carried", str(there.fileno())]
+    path = os.pathsep.join([str(Path(sublet.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    asked = subprocess.Popen(
+        command, pass_fds=[there.fileno()], cwd=Path(__file__).parents[3], env=environment
+    )
+    there.close()
+    atexit.register(lambda: (here.close(), asked.wait(10)))
+    return here
+
+
+def _there(what: Callable[..., T], *arguments: Any) -> T:
+    with _small_process_lock:
+        link = _small_process()
+        link.send((what.__name__, arguments))
+        fine, answer = link.recv()
+    assert fine, answer
+    return answer  # type: ignore[no-any-return]
+
+
+def carry(text: str, modules: Mapping[str, str] | None = None) -> Carried:
+    return _there(_carry, text, modules)
+
+
+def differences_between(text: str) -> list[Difference]:
+    """Of one program that does something else where it asks for the `variant`, after the same step."""
+    return _there(_differences_between, text)
 
 
 def assert_carried(text: str, modules: Mapping[str, str] | None = None) -> None:
@@ -288,11 +330,29 @@ def carry_elsewhere(programs: Mapping[str, str], origin: Any) -> dict[str, Carri
     return {name: Carried(**found) for name, found in json.loads(out).items()}
 
 
+def serve(number: int) -> None:
+    """Answer what is asked through this descriptor, until nobody is left to ask."""
+    with contextlib.suppress(ImportError):
+        import numpy  # noqa: F401
+    link = Connection(number)
+    with contextlib.suppress(EOFError):
+        while True:
+            what, arguments = link.recv()
+            try:
+                answer = (
+                    True,
+                    {"_carry": _carry, "_differences_between": _differences_between}[what](*arguments),
+                )
+            except Exception:
+                answer = False, traceback.format_exc()
+            link.send(answer)
+
+
 def main() -> None:
     """Programs by name on standard input, what became of them on standard output."""
     programs = json.load(sys.stdin)
     out = sys.stdout
-    found = {name: asdict(carry(text)) for name, text in programs.items()}
+    found = {name: asdict(_carry(text)) for name, text in programs.items()}
     json.dump(found, out)
     out.flush()
 
@@ -301,4 +361,4 @@ if __name__ == "__main__":
     # Its classes are pickled by name.
     from tests.training.program_state import carried
 
-    carried.main()
+    carried.serve(int(sys.argv[1])) if len(sys.argv) > 1 else carried.main()

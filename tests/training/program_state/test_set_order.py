@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 
 from sublet.training.program_state.call_stack import NotResumable
 from sublet.training.program_state.cpython.set_order import layout_of_set, order
+from tests.seeds import SEED
 from tests.training.program_state.carried import assert_carried
 
 PROGRAMS = {
@@ -96,7 +96,7 @@ def test_it_goes_on_elsewhere(name: str) -> None:
 
 
 def test_a_set_goes_on_as_the_other_would_have() -> None:
-    chance = random.Random(int(os.environ.get("SUBLET_SEED", "7")))
+    chance = random.Random(SEED)
     for _ in range(60):
         first: set[int] = set()
         for _ in range(chance.randrange(300)):
