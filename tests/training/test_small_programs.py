@@ -92,10 +92,21 @@ for step in range(8):
 """
 
 
-def test_a_script_that_failed_goes_on_with_its_files(sqlite_home: Home, tmp_path: Path) -> None:
+#: A version of a script is rehearsed after so many of its steps, in an interpreter that has imported nothing else.
+REHEARSED = """
+import runpy, sys
+from sublet.training.scripts import rehearsal
+rehearsal.MOST_REPEATED = {after}
+runpy.run_module("sublet.shim", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("after", [2, 40], ids=["rehearsed", "over before its rehearsal"])
+def test_a_script_that_failed_goes_on_with_its_files(after: int, sqlite_home: Home, tmp_path: Path) -> None:
     """At its end, what nobody closed is written and what nobody holds any more is finalized, as plain Python does it."""
     (tmp_path / "train.py").write_text(FAILS_ONCE)
-    command = [sys.executable, "-m", "sublet.shim", "--quiet", "--vram", "1GiB", "--every", "2", "train.py"]
+    command = [sys.executable, "-c", REHEARSED.format(after=after)]
+    command += ["--quiet", "--vram", "1GiB", "--every", "2", "train.py"]
     plain = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     printed = []
     for more in ({"FAILS": "1"}, {}):

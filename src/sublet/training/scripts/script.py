@@ -179,6 +179,7 @@ class Script:
         if threading.current_thread() is not threading.main_thread():
             self._around.fail(self._refusal("it trains in a thread of its own", "train in the main thread"))
         with self._busy:
+            _import_ahead()
             saved, self._saved = self._saved, None
             program = Program(self._own.is_own, self._around.ends_at, [(is_file, FILE)])
             if saved is None:
@@ -501,6 +502,15 @@ class Script:
 
 def _as_array(data: bytes) -> Any:
     return import_module("numpy").frombuffer(data, dtype="uint8")
+
+
+def _import_ahead() -> None:
+    """Import what saving needs. Between two steps it would be a change of the script's process (its warnings,
+    for one) that a resume has earlier. Before the script begins it would be too early: a script may choose by
+    its environment how many threads a library has."""
+    for name in ("numpy", "numpy.random"):
+        with contextlib.suppress(ImportError):
+            import_module(name)
 
 
 def _taken_from(saved: dict[str, Any]) -> Taken:
