@@ -34,7 +34,7 @@ from tests.forked import Forked
 from tests.homes import wait_until
 from tests.seeds import SEED
 
-SECONDS = float(os.environ.get("SUBLET_STORM_SECONDS", "5"))
+SECONDS = float(os.environ.get("SUBLET_STORM_SECONDS", "4"))
 PROCESSES = 8
 #: Of PostgreSQL. `make proof` wants hundreds.
 MANY_CRASHES = int(os.environ.get("SUBLET_POSTGRES_CRASHES", "0"))

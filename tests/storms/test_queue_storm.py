@@ -29,7 +29,7 @@ from sublet.testing.postgres import PostgresServer
 from tests.forked import Forked
 from tests.seeds import SEED
 
-ITEMS = int(os.environ.get("SUBLET_QUEUE_STORM", "1500"))
+ITEMS = int(os.environ.get("SUBLET_QUEUE_STORM", "1000"))
 WORKERS = 8
 KILL_EVERY = 0.1
 BATCH = 16

@@ -32,13 +32,13 @@ from tests.training.programs.life import Life, Starter
 from tests.training.programs.make import Recipe, Use, alone, cook, draw_recipe, make_program, recipe_of
 from tests.training.programs.report import shown, told
 
-COUNT = int(os.environ.get("SUBLET_PROGRAMS", "16"))
+COUNT = int(os.environ.get("SUBLET_PROGRAMS", "10"))
 FIRST = int(os.environ.get("SUBLET_PROGRAMS_FIRST", "1"))
 #: Programs in one test, so that each stays within the time of a test.
 TOGETHER = 10
 #: Features whose life is proved: a sample, or with many programs all of them.
 FEATURES = sorted(all_features())
-PROVED = FEATURES if len(FEATURES) <= COUNT else random.Random(COUNT + FIRST).sample(FEATURES, 48)
+PROVED = FEATURES if len(FEATURES) <= COUNT else random.Random(COUNT + FIRST).sample(FEATURES, 24)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,7 +24,7 @@ from tests.training.rig import Left, ended, forked, left_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 #: How often each script is disturbed before it may end.
-DISTURBED = int(os.environ.get("SUBLET_SHIM_DISTURBED", "3"))
+DISTURBED = int(os.environ.get("SUBLET_SHIM_DISTURBED", "2"))
 #: With this a forked process says that it would start itself again.
 AGAIN = 99
 CALM = {
@@ -602,7 +602,7 @@ def test_exact(name: str, sqlite_home: Home, tmp_path: Path) -> None:
     lives = written(tmp_path, textwrap.dedent(EXACT[name]))
     calm = lives.plain()
     options = ("--name", "job", "--every", "1")
-    for at in (2, 5, 7):
+    for at in (2, 6):
         assert lives.shim(options=options, at=at, number=signal.SIGKILL) == -signal.SIGKILL, (
             lives.err.read_text()
         )

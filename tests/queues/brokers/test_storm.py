@@ -17,7 +17,7 @@ from sublet.settings import load_settings
 from tests.queues.brokers.servers import Places
 from tests.storms.test_queue_storm import Swarm, check, environment, storm
 
-ITEMS = int(os.environ.get("SUBLET_QUEUE_STORM", "800"))
+ITEMS = int(os.environ.get("SUBLET_QUEUE_STORM", "500"))
 
 pytestmark = [pytest.mark.storm, pytest.mark.timeout(600)]
 
