@@ -14,8 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+import sublet
 from sublet import shim
+from sublet.cli.runs.audit import audit
 from sublet.core.runs.exits import DRAINED_CODE
 from sublet.training import loop
 from tests.homes import Home
@@ -448,6 +451,13 @@ def test_state_that_nobody_can_save_is_found_by_the_rehearsal(sqlite_home: Home,
     assert lives.starts == 4  # repeated three times: the same each time, and not as it was
     said = lives.err.read_text()
     assert "came out differently when repeated after a resume: w: " in said
+    assert "Both states are kept: job version 2 as committed, job-repeated version 1 as repeated" in said
+    with sublet.checkpoints() as store:
+        committed, repeated = store.load("job", version=2), store.load("job-repeated")
+    assert repr(committed) != repr(repeated)
+    shown = CliRunner().invoke(audit, ["job"]).output
+    assert "version 2 came out differently when a resume repeated its steps" in shown
+    assert "job-repeated" in shown
     assert "result" not in lives.out.read_text()
 
 

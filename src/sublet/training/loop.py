@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from sublet.core.errors import BadInput, Fenced, LeaseLost, ResumeDiffers, SubletError
+from sublet.core.errors import BadInput, Fenced, LeaseLost, SubletError
 from sublet.core.notice import Notice
 from sublet.core.progress.cadence import Cadence, Interval
 from sublet.core.runs.drain import DrainPlan, Save
 from sublet.core.runs.exits import DRAINED_CODE
 from sublet.core.values import SECOND_US, parse_duration
 from sublet.training.capture import Captured, put_random, step_of
+from sublet.training.differing_states import resume_differs
 from sublet.training.effects import Effects, Step
 from sublet.training.logged_values import LoggedValues
 from sublet.training.resume_check import PartDiffers, RepeatedSteps, RepeatOnceMore, ResumeChecks
@@ -245,6 +246,7 @@ class Run:
         assert self._checks is not None
         first, last = self.resumed_at + 1, repeated.to_step
         steps = f"steps {first:,} to {last:,}" if first < last else f"step {first:,}"
+        now: Any = None
         if saved is None or self.step != last:
             found: list[Any] = [f"it did not come to where step {last:,} was saved"]
         else:
@@ -260,12 +262,7 @@ class Run:
                 self._leaving_for = Notice(source="resume check", reason=reason, deadline_us=now_us)
                 return
         if found:
-            more = f" (and {len(found) - 4} more)" if len(found) > 4 else ""
-            raise ResumeDiffers(
-                f"{steps} came out differently when repeated after a resume: "
-                f"{'; '.join(str(part) for part in found[:4])}{more}; step {self.committed:,} is committed, "
-                "nothing was overwritten"
-            )
+            raise resume_differs(self._parts, self.name, repeated, steps, found, now)
         self._checks.was_equal(varies)
         if not varies:
             self._parts.line.say(f"{steps} came out the same when repeated")

@@ -14,6 +14,7 @@ from sublet.core.errors import NotProven, SubletError
 from sublet.core.journal.replay import Flaw
 from sublet.core.journal.step_audit import Proof
 from sublet.core.progress.effect import Effect
+from sublet.core.progress.verifying import DIFFERS_TAG, repeated_name
 from sublet.json_shapes import at_or_none
 from sublet.ports.ledger import Ledger
 from sublet.settings import load_settings
@@ -57,9 +58,9 @@ def audit(
     if effects:
         _show_effects(ledger, [p.job for p in proofs], as_json)
     elif as_json:
-        print_json([_as_json(p, looked) for p in proofs])
+        print_json([_as_json(p, looked, _differing(ledger, p.job)) for p in proofs])
     elif job:
-        _show_one(proofs[0], looked)
+        _show_one(proofs[0], looked, _differing(ledger, job))
     else:
         _show_all(proofs)
     refuse_flawed([(p.job, p.flaws, 0) for p in proofs], limit, as_json=as_json)
@@ -87,7 +88,13 @@ def _steps(p: Proof) -> str:
     return f"{p.first}-{p.step}" if p.first != p.step else str(p.step)
 
 
-def _show_one(p: Proof, looked: str) -> None:
+def _differing(ledger: Ledger, job: str) -> int | None:
+    """The version that came out differently when a resume repeated its steps."""
+    kept = ledger.versions(job).tags.get(DIFFERS_TAG)
+    return None if kept is None else kept.version
+
+
+def _show_one(p: Proof, looked: str, differing: int | None) -> None:
     once = "each committed once" if p.proven else "NOT PROVEN"
     commits = f"{p.commits}"
     if p.undone:
@@ -106,6 +113,9 @@ def _show_one(p: Proof, looked: str) -> None:
         fields[5] = ("journal", f"{p.rows} rows of this job")
     if p.moves:
         fields.insert(3, ("moved", f"{p.moves} times by an operator (rollback, fork, import or rebuild)"))
+    if differing is not None:
+        words = f"version {differing} came out differently when a resume repeated its steps; "
+        fields.append(("resumes", f"{words}what came out instead: {repeated_name(p.job)}"))
     print_fields(fields)
     if p.proven:
         click.echo("proven")
@@ -160,7 +170,7 @@ def flaw_json(flaw: Flaw) -> dict[str, str]:
     return {"row": flaw.row, "rule": flaw.rule, "what": flaw.what, "remedy": flaw.remedy}
 
 
-def _as_json(p: Proof, looked: str) -> dict[str, object]:
+def _as_json(p: Proof, looked: str, differing: int | None) -> dict[str, object]:
     return {
         "job": p.job,
         "proven": p.proven,
@@ -180,6 +190,7 @@ def _as_json(p: Proof, looked: str) -> dict[str, object]:
         "committed_at": at_or_none(p.committed_at),
         "rows": p.rows,
         "checkpoint": looked,
+        "resume_differs": differing,
         "faults": [flaw_json(f) for f in p.flaws],
     }
 

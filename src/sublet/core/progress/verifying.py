@@ -12,6 +12,8 @@ from sublet.core.errors import BadInput
 
 #: Of the resumes after the first.
 ONE_IN = 10
+#: Of a version that came out differently when a resume repeated its steps.
+DIFFERS_TAG = "resume-differs"
 
 
 class Verify(Enum):
@@ -19,6 +21,11 @@ class Verify(Enum):
     ALWAYS = "always"
     FIRST = "first"
     NEVER = "never"
+
+
+def repeated_name(job: str) -> str:
+    """The checkpoint that holds what came out instead."""
+    return f"{job}-repeated"
 
 
 def parse_verify(text: str | Verify) -> Verify:
