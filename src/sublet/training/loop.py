@@ -24,10 +24,15 @@ from sublet.core.runs.drain import DrainPlan, Save
 from sublet.core.runs.exits import DRAINED_CODE
 from sublet.core.values import SECOND_US, parse_duration
 from sublet.training.capture import Captured, put_random, step_of
-from sublet.training.differing_states import resume_differs
 from sublet.training.effects import Effects, Step
 from sublet.training.logged_values import LoggedValues
-from sublet.training.resume_check import PartDiffers, RepeatedSteps, RepeatOnceMore, ResumeChecks
+from sublet.training.resume_check import (
+    PartDiffers,
+    RepeatedSteps,
+    RepeatOnceMore,
+    ResumeChecks,
+    resume_differs,
+)
 from sublet.training.run_parts import Parts, RunLease, RunPosition
 from sublet.training.saves import NOT_SAVED, SAVE_PATIENCE_US, Saves
 from sublet.training.single_runner import become_the_runner
@@ -244,11 +249,9 @@ class Run:
         repeated, self._repeated = self._repeated, None
         assert repeated is not None
         assert self._checks is not None
-        first, last = self.resumed_at + 1, repeated.to_step
-        steps = f"steps {first:,} to {last:,}" if first < last else f"step {first:,}"
-        now: Any = None
-        if saved is None or self.step != last:
-            found: list[Any] = [f"it did not come to where step {last:,} was saved"]
+        steps, now = repeated.words(self.resumed_at), None
+        if saved is None or self.step != repeated.to_step:
+            found: list[Any] = [f"it did not come to where step {repeated.to_step:,} was saved"]
         else:
             now = self._captured.take(self._parts.ranks.gather(self._captured.take_own()))
             found = self._captured.differences(saved, now)

@@ -6,7 +6,8 @@ Rules of this file:
 - Equal: the run goes on, and it is remembered that this version of the program resumes exactly.
 - Different: the program leaves, and its next start repeats the steps once more. What differs again, and
   differently, differs by itself: it is named, and not compared any more. What came out the same both times,
-  and not as it was saved, is lost by a resume: the program is stopped, and what is committed stays.
+  and not as it was saved, is lost by a resume: the program is stopped, and what is committed stays. Both
+  states are kept for whoever looks for the cause; the difference is reported whether or not they could be.
 - Whether to check is `core.progress.verifying`'s.
 """
 
@@ -15,16 +16,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sublet.core.errors import SubletError
-from sublet.core.progress.verifying import Verify, wants_check
+from sublet.core.errors import ResumeDiffers, SubletError
+from sublet.core.progress.verifying import DIFFERS_TAG, Verify, repeated_name, wants_check
 from sublet.machine.run_folder import replace_file
+from sublet.training.run_parts import Parts
 
 
 class RepeatOnceMore(SubletError):
@@ -39,6 +41,10 @@ class RepeatedSteps:
     to_version: int
     to_step: int
     reason: str
+
+    def words(self, after: int) -> str:
+        first = after + 1
+        return f"steps {first:,} to {self.to_step:,}" if first < self.to_step else f"step {first:,}"
 
 
 @dataclass(slots=True)
@@ -133,6 +139,36 @@ class ResumeChecks:
             with contextlib.suppress(OSError):
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(self.file, json.dumps(self._found).encode())
+
+
+def resume_differs(
+    parts: Parts, job: str, repeated: RepeatedSteps, steps: str, found: Sequence[object], now: Any
+) -> ResumeDiffers:
+    """What to raise. `now` is the repeated state; None when the program did not come to it."""
+    more = f" (and {len(found) - 4} more)" if len(found) > 4 else ""
+    return ResumeDiffers(
+        f"{steps} came out differently when repeated after a resume: "
+        f"{'; '.join(str(part) for part in found[:4])}{more}; step {repeated.to_step} is committed, nothing "
+        f"was overwritten. {_keep_both(parts, job, repeated, now)}"
+    )
+
+
+def _keep_both(parts: Parts, job: str, repeated: RepeatedSteps, now: Any) -> str:
+    other = repeated_name(job)
+    try:
+        parts.store.tag(job, repeated.to_version, DIFFERS_TAG, actor=job)
+        if now is None or parts.lease is None:
+            return f"The committed state is kept: {job} version {repeated.to_version}"
+        head = parts.ledger.head(other)
+        saved = parts.store.save(
+            other, now, expected_version=head.version if head is not None else 0, lease=parts.lease
+        )
+    except (SubletError, OSError) as error:
+        return f"The states could not be kept: {error}"
+    return (
+        f"Both states are kept: {job} version {repeated.to_version} as committed, {other} version "
+        f"{saved.version} as repeated"
+    )
 
 
 @dataclass(frozen=True, slots=True)
