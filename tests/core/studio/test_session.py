@@ -45,6 +45,7 @@ def leases(draw: st.DrawFn) -> LeaseRecord | None:
     if draw(st.booleans()) and draw(st.booleans()):
         return None
     state = draw(st.sampled_from(LeaseState))
+    begun = state not in (LeaseState.WAITING, LeaseState.ENDED) or draw(st.booleans())
     return LeaseRecord(
         id="L1",
         request=REQUEST,
@@ -52,7 +53,8 @@ def leases(draw: st.DrawFn) -> LeaseRecord | None:
         state=state,
         epoch=7,
         slices=draw(st.sampled_from([(), (Slice("d", 4),)])),
-        granted_at=1,
+        granted_at=1 if begun else draw(st.sampled_from([0, 1])),
+        claimed=begun,
         expires_at=draw(instants),
         deadline_at=draw(instants),
         offer_until=draw(instants),
@@ -68,7 +70,9 @@ def test_the_status_is_what_the_rows_say(session: StudioSession, lease: LeaseRec
     assert (now_is is SessionStatus.ENDED) == bool(session.ended_at)
     if session.ended_at:
         return
-    assert (now_is is SessionStatus.OPENING) == (session.wanted > session.leases or lease is None)
+    over_unserved = lease is not None and lease.state is LeaseState.ENDED and not lease.claimed
+    wanted = session.wanted > session.leases
+    assert (now_is is SessionStatus.OPENING) == (wanted or lease is None or over_unserved)
     if now_is is SessionStatus.OPENING or lease is None:
         return
     # Active or revoking exactly as long as a write under the lease counts: what a user may compute is what it
@@ -153,7 +157,8 @@ def test_a_resume_wants_one_more_only_of_what_is_suspended(
 ) -> None:
     found = rules.resumed(session, lease, NOW)
     now_is = status(session, lease, NOW)
-    if now_is is SessionStatus.SUSPENDED:
+    unserved = now_is is SessionStatus.OPENING and session.wanted == session.leases and lease is not None
+    if now_is is SessionStatus.SUSPENDED or unserved:
         assert isinstance(found, StudioSession)
         assert (found.wanted, found.answer) == (session.wanted + 1, OfferAnswer.NONE)
         assert status(found, lease, NOW) is SessionStatus.OPENING
@@ -242,3 +247,23 @@ def test_what_a_session_saves_under_is_its_tenants() -> None:
             checkpoint=long,
             host="h",
         )
+
+
+def test_a_request_that_is_over_unserved_is_not_an_idle_session() -> None:
+    """Its session host gave the place in the waitlist back, and says why a moment later."""
+    waited = LeaseRecord(
+        id="L1",
+        request=REQUEST,
+        holder=Holder(host="h"),
+        state=LeaseState.ENDED,
+        ended_at=NOW,
+        reason=EndReason.RELEASED,
+        claimed=False,
+    )
+    session = StudioSession(
+        id="S" + "0" * 20, tenant="ada", request=REQUEST, host="h", warm_us=1, leases=1, lease_id="L1"
+    )
+    assert status(session, waited, NOW) is SessionStatus.OPENING
+    assert why(session, waited, NOW) == ("", "")
+    taken_up = replace(waited, granted_at=1, claimed=True)
+    assert why(session, taken_up, NOW)[0] == "idle"

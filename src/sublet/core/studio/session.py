@@ -72,11 +72,18 @@ class StudioSession:
     version: int = 1
 
 
+def was_never_taken_up(lease: LeaseRecord) -> bool:
+    """Whether the request is over before it began: refused, timed out, or granted to a dead waiter."""
+    return lease.state is LeaseState.ENDED and not (lease.granted_at and lease.claimed)
+
+
 def status(session: StudioSession, lease: LeaseRecord | None, now: int) -> SessionStatus:
-    """`lease` is the row of the session's current lease, None while there is none."""
+    """`lease` is the row of the session's current lease, None while there is none. When its request is over
+    before it began, the session host ends the session a moment later, or asks again: it is opening until
+    then."""
     if session.ended_at:
         return SessionStatus.ENDED
-    if session.wanted > session.leases or lease is None:
+    if session.wanted > session.leases or lease is None or was_never_taken_up(lease):
         return SessionStatus.OPENING
     if lease.state is LeaseState.WAITING:
         return SessionStatus.OFFERED if lease.slices and now < lease.offer_until else SessionStatus.WAITING
@@ -213,7 +220,7 @@ def resumed(session: StudioSession, lease: LeaseRecord | None, now: int) -> Stud
     if session.wanted > session.leases:
         return session  # wanted already
     now_is = status(session, lease, now)
-    if now_is is not SessionStatus.SUSPENDED:
+    if now_is is not SessionStatus.SUSPENDED and not (lease and was_never_taken_up(lease)):
         return Stale(
             f"session {session.id} is {now_is.value}: there is nothing to resume",
             remedy="use it, or wait for it",

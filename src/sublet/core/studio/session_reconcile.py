@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from sublet.core.leasing.lease import LeaseRecord, LeaseState
-from sublet.core.studio.session import OfferAnswer, StudioSession
+from sublet.core.leasing.lease import LeaseRecord
+from sublet.core.studio.session import OfferAnswer, StudioSession, was_never_taken_up
 
 
 class ActionKind(Enum):
@@ -78,7 +78,7 @@ def _of(
         if lease is None and session.leases:
             # Bound, and then whoever bound it died before it asked: the same lease is asked for now.
             return SessionAction(todo=ActionKind.OPEN, session_id=session.id, number=session.leases)
-        if lease is not None and lease.state is LeaseState.ENDED and not (lease.granted_at and lease.claimed):
+        if lease is not None and was_never_taken_up(lease):
             return SessionAction(todo=ActionKind.RESUME, session_id=session.id)
         return None
     if session.answer is not held.answer:

@@ -204,7 +204,9 @@ class HeldSession:
             openings = [opening_of(self._settings, lease, i, WATCHDOG_US) for i in range(len(lease.devices))]
             fields = json.dumps([asdict(opening) for opening in openings]).encode()
             lease.run_sealed(SET_OPENINGS, [fields], SilentSink())
-        except BaseException:
+        except BaseException as e:
+            if isinstance(e, SubletError):
+                self._refused(session, e)  # first: with only its lease given back it would look idle
             lease.release()
             raise
         lease.warm_us = session.warm_us
