@@ -415,6 +415,39 @@ SLOW_LEAVER = """
 """
 
 
+SWALLOWS = """
+    import sys, sublet
+    state = {"w": 0}
+    run = sublet.train(sys.argv[3], state, every=1, progress=False)
+    try:
+        for step in run.steps(int(sys.argv[2])):
+            state["w"] += 1
+            if step.number == 3 and run.resumed_at == 0:
+                open(sys.argv[1], "w").close()
+                while run.notice is None:
+                    pass
+    except:
+        pass
+    print("end", state["w"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("told", ["SIGTERM", "revoke"])
+def test_a_script_that_catches_the_order_to_leave_is_not_done(runs: Runs, told: str) -> None:
+    """X1. Its exit code is 0, and its steps are not made."""
+    reached = runs.path / f"reached-{told}"
+    run = runs.python(SWALLOWS, str(reached), "6", f"swallows-{told}")
+    wait_until(reached.exists)
+    if told == "revoke":
+        revoke(runs, run.folder.facts()["lease"], grace_us=30_000_000)
+        assert run.wait() == 0
+        assert (run.exit["outcome"], run.exit["restarts"], run.exit["committed_step"]) == ("done", 1, 6)
+    else:
+        run.process.terminate()
+        assert run.wait() == 85
+        assert (run.exit["outcome"], run.exit["committed_step"]) == ("preempted", 3)
+
+
 def test_a_machine_that_goes_away_ends_the_run(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is started again where there will be nothing to start it on. In this process, to have a cloud of our own."""
     out = runs.path / "out"

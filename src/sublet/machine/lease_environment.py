@@ -34,6 +34,7 @@ _STEPS_AT = 8
 _WARNED_AT = 24
 _INTERRUPTED = struct.Struct("<q")
 _INTERRUPTED_AT = 32
+_UNFINISHED_AT = 40
 
 #: The variable that names a page file to which a run reports its steps, for anybody who looks.
 STEPS_VARIABLE = "SUBLET_STEPS_FILE"
@@ -53,8 +54,14 @@ def read_steps(page: mmap.mmap) -> tuple[int, int]:
     return working_on, committed
 
 
-def write_steps(page: mmap.mmap, working_on: int, committed: int) -> None:
+def read_unfinished(page: mmap.mmap) -> bool:
+    """Read whether its process left its steps because of a warning, with more of them to make."""
+    return page[_UNFINISHED_AT] != 0
+
+
+def write_steps(page: mmap.mmap, working_on: int, committed: int, unfinished: bool = False) -> None:
     _STEPS.pack_into(page, _STEPS_AT, working_on, committed)
+    page[_UNFINISHED_AT] = unfinished
 
 
 def write_warned(page: mmap.mmap) -> None:

@@ -52,7 +52,7 @@ class RayCommand(RayProcess):
         super().__init__(agent, facts, received_us)
         self._key: LeaseKey | None = None
         self._left: CommandExit | None = None
-        self._steps = (0, 0)
+        self._steps, self._unfinished = (0, 0), False
         self._ended_us: int | None = None
         self._closing, self._closed = threading.Lock(), False
         self._rung, self._ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -101,6 +101,9 @@ class RayCommand(RayProcess):
     def steps(self) -> tuple[int, int]:
         return self._steps
 
+    def unfinished(self) -> bool:
+        return self._unfinished
+
     def _follow(self, waiting: Any) -> None:
         seen = 0
         try:
@@ -128,7 +131,7 @@ class RayCommand(RayProcess):
         if event[0] == "out":
             self._write(event[1], event[2])
         elif event[0] == "steps":
-            self._steps = event[1], event[2]
+            self._steps, self._unfinished = (event[1], event[2]), event[3]
         elif event[0] == "left":
             self._leave(CommandExit(**event[1]))
         elif event[0] == "lost":

@@ -157,7 +157,7 @@ class NodeCommand:
         control = self.command.fileno()
         for fd in (*self._streams, control):
             poller.register(fd, select.POLLIN)
-        steps, left, give_up = (0, 0), None, 0
+        steps, left, give_up = (0, 0, False), None, 0
         while left is None or (self._streams and CLOCK.monotonic_us() < give_up):
             ready = {fd for fd, _ in poller.poll(LOOK_MS)}
             for fd in [fd for fd in self._streams if fd in ready or self._streams[fd] in self._deaf]:
@@ -175,8 +175,9 @@ class NodeCommand:
                     give_up = CLOCK.monotonic_us() + LAST_BYTES_US
                 if left is None and self.command.fileno() < 0:
                     break  # ended by whoever asked for it, who does not wait for this
-            if self.command.steps() != steps:
-                steps = self.command.steps()
+            reported = (*self.command.steps(), self.command.unfinished())
+            if reported != steps:
+                steps = reported
                 say(("steps", *steps), 0)
         for fd in self._streams:
             os.close(fd)

@@ -168,3 +168,6 @@ class Command(LeaseHolder, Protocol):
     def steps(self) -> tuple[int, int]:
         """The step it worked on last, and the last one it committed; zeros for a command that never reported
         any."""
+
+    def unfinished(self) -> bool:
+        """Called when it has left: whether it reported that it leaves its steps because of a warning."""

@@ -316,7 +316,14 @@ class CommandRun:
             cause, why = Cause.LEASE, told.reason
         elif over:
             cause, why = Cause.LEASE, over
-        return Attempt(code=left.code, cause=cause, why=why, killed=left.killed, progressed=progressed)
+        return Attempt(
+            code=left.code,
+            cause=cause,
+            why=why,
+            killed=left.killed,
+            progressed=progressed,
+            unfinished=command.unfinished(),
+        )
 
     def _lease_over(self, lease: Lease, left: CommandExit) -> str:
         """Why the lease ended under the command, if it did, because perhaps nobody reported it."""

@@ -554,7 +554,7 @@ class Run:
             parts.ranks.close()
             self._working.close()
             parts.line.close()
-            parts.report(self.step, self.committed)
+            parts.report(self.step, self.committed, unfinished=listening)
             parts.report_away("")
             try:
                 parts.release()

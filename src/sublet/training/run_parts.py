@@ -43,7 +43,7 @@ class Parts:
     line: ProgressLine
     lease: RunLease | None
     losses: Losses = field(default_factory=Losses)
-    report: Callable[[int, int], None] = lambda working_on, committed: None
+    report: Callable[..., None] = lambda working_on, committed, unfinished=False: None
     report_away: Callable[[str], None] = lambda reason: None  # why saves wait, or '' again
     release: Callable[[], None] = lambda: None  # the store and the lease, where they are the run's own
 

@@ -218,11 +218,11 @@ def _unnamed() -> str:
     raise BadInput("a run needs a name that stays the same over restarts: sublet.train('my-job', state=...)")
 
 
-def _nobody(working_on: int, committed: int) -> None:
+def _nobody(working_on: int, committed: int, unfinished: bool = False) -> None:
     pass
 
 
-def _reporting(process_lease: lease_environment.ProcessLease | None) -> Callable[[int, int], None]:
+def _reporting(process_lease: lease_environment.ProcessLease | None) -> Callable[..., None]:
     """Report to the run that started this process, and to whoever else follows its steps."""
     pages = [
         page
@@ -230,9 +230,9 @@ def _reporting(process_lease: lease_environment.ProcessLease | None) -> Callable
         if page is not None
     ]
 
-    def report(working_on: int, committed: int) -> None:
+    def report(working_on: int, committed: int, unfinished: bool = False) -> None:
         for page in pages:
-            lease_environment.write_steps(page, working_on, committed)
+            lease_environment.write_steps(page, working_on, committed, unfinished)
 
     return report if pages else _nobody
 

@@ -29,6 +29,7 @@ attempts = st.builds(
     why=st.just("w"),
     killed=st.booleans(),
     progressed=st.booleans(),
+    unfinished=st.booleans(),
 )
 limits = st.builds(
     RestartLimits, failures=st.integers(0, 3), preemptions=st.one_of(st.none(), st.integers(0, 3))
@@ -50,7 +51,8 @@ def test_over_any_history_the_two_budgets_hold_and_do_not_mix(
         if isinstance(decision, Leave):
             return
         tally = decision.tally
-        assert not (ended.code == 0 and not ended.killed), "a command that is done was started again"
+        done = ended.code == 0 and not ended.killed and not ended.unfinished
+        assert not done, "a command that is done was started again"
         assert ended.cause not in STOPPING, "somebody asked the run to stop"
         if ended.cause is Cause.LEASE or ended.killed:
             preemptions += 1
@@ -105,6 +107,23 @@ def test_what_a_run_leaves_with(ended: Attempt, outcome: Outcome, code: int) -> 
     decision = decide(ended, RestartTally(), RestartLimits())
     assert isinstance(decision, Leave)
     assert (decision.outcome, exit_code(decision.outcome, ended.code)) == (outcome, code)
+
+
+@pytest.mark.parametrize(
+    ("cause", "outcome"),
+    [(Cause.STOP, Outcome.PREEMPTED), (Cause.LEASE, None), (Cause.NOBODY, Outcome.PREEMPTED)],
+)
+def test_steps_left_undone_because_of_a_warning_are_not_done_by_exit_0(
+    cause: Cause, outcome: Outcome | None
+) -> None:
+    """A script that catches everything may have caught the order to leave."""
+    decision = decide(Attempt(code=0, cause=cause, why="w", unfinished=True), RestartTally(), RestartLimits())
+    if outcome is None:
+        assert isinstance(decision, Restart)
+        assert "left steps undone" in decision.reason
+    else:
+        assert isinstance(decision, Leave)
+        assert (decision.outcome, exit_code(decision.outcome, 0)) == (outcome, 85)
 
 
 def test_progress_forgives_failures() -> None:

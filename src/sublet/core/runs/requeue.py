@@ -6,7 +6,9 @@ Rules of this file:
   as asked for.
 - Whoever asked the *run* to stop is obeyed: a person, a time limit, a machine that goes away. Then nothing is
   started again.
-- Exit 0 is done, whatever was announced before: the command knows best whether it had finished.
+- Exit 0 is done, whatever was announced before: the command knows best whether it had finished. Except when
+  it reported that it leaves steps undone because of a warning: a script that catches everything may have
+  caught the order to leave, and what it exits with afterwards means nothing.
 - Progress forgives: failures before the last committed step that was new are not counted any more.
 """
 
@@ -42,6 +44,7 @@ class Attempt:
     why: str = ""  # the notice's own words
     killed: bool = False  # by us, at the deadline
     progressed: bool = False  # it committed a step no attempt had committed before
+    unfinished: bool = False  # it reported that it leaves its steps because of a warning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +97,12 @@ def decide(ended: Attempt, tally: RestartTally, limits: RestartLimits, seed: int
     if ended.progressed:
         tally = replace(tally, failures=0)
     said = f"{ended.why}; {how(ended.code)}" if ended.why else how(ended.code)
-    if ended.code == 0 and not ended.killed:
+    swallowed = ended.code == 0 and ended.unfinished
+    if swallowed:
+        said += " although it left steps undone"
+    if ended.code == 0 and not ended.killed and not swallowed:
         return Leave(Outcome.DONE, "the command exited with 0", tally)
-    drained = ended.code in limits.drained_codes and not ended.killed
+    drained = (swallowed or ended.code in limits.drained_codes) and not ended.killed
     if ended.cause is Cause.NOBODY and not ended.killed:
         return _after_failure(ended, tally, limits, seed, drained)
     if ended.cause is Cause.LEASE or ended.cause is Cause.NOBODY:

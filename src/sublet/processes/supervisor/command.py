@@ -167,6 +167,9 @@ class LocalCommand:
     def steps(self) -> tuple[int, int]:
         return lease_environment.read_steps(self._page)
 
+    def unfinished(self) -> bool:
+        return lease_environment.read_unfinished(self._page)
+
 
 def _as_left(said: dict[str, Any]) -> CommandExit:
     status = said["status"]

@@ -405,13 +405,13 @@ class CommandSupervisor:
         with contextlib.suppress(OSError, ValueError):
             if self._run.exit():
                 return
-            working_on = committed = 0
             with open(self._run.path / lease_environment.PAGE_FILE, "r+b") as file:
                 page = mmap.mmap(file.fileno(), lease_environment.PAGE_BYTES)
                 working_on, committed = lease_environment.read_steps(page)
+                unfinished = lease_environment.read_unfinished(page)
             known = self._run.facts()
             own = self._status if self._status is None or self._status >= 0 else 128 - self._status
-            done = self._begun and own == 0
+            done = self._begun and own == 0 and not unfinished
             outcome = Outcome.DONE if done else Outcome.LOST
             self._run.leave(
                 outcome=outcome.value,
