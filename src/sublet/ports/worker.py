@@ -147,7 +147,7 @@ class CommandExit:
     """How a command ended."""
 
     code: int | None  # as a shell shows it: 128 + the signal; None: nobody saw it
-    why: str = ""  # what its supervisor ended it for; '' when it left by itself
+    why: str = ""  # what its supervisor ended it for, or told it to leave for; '' when it left by itself
     killed: bool = False  # at a deadline, because it had not left
     lease_over: bool = False  # that deadline was its lease's; or its host is gone, and its lease with it
 

@@ -308,6 +308,17 @@ def test_without_a_renewal_the_supervisor_drains_by_itself(rig: Rig) -> None:
     assert awaited(made).lease_over
 
 
+def test_a_command_that_its_supervisor_drained_says_so_though_a_renewal_came_after_all(rig: Rig) -> None:
+    """Not a failure of its own: the run has a lease that lives, and a command that was told to leave."""
+    up = rig.path / "up"
+    made = rig.start("import sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(60)", str(up))
+    rig.begin(made, stop_in_us=1_000_000, kill_in_us=FAR_US)
+    wait_until(up.exists)
+    left = awaited(made)
+    assert (left.code, left.killed) == (143, False)
+    assert (left.why, left.lease_over) == ("its lease was not renewed in time", True)
+
+
 def test_a_renewal_moves_the_deadline_but_not_that_of_a_drain(rig: Rig) -> None:
     up = rig.path / "up"
     made = rig.start(STUBBORN, str(up))

@@ -58,6 +58,7 @@ STATUS_WAIT_US = 1_000_000
 #: those. On a crowded machine a supervisor that is merely slow is worth more alive than punctual.
 BACKSTOP_ALONE_US = 2_000_000
 _ENDED_BY_LEASE = "its lease ran out"
+_NOT_RENEWED = "its lease was not renewed in time"
 
 
 def _now_us() -> int:
@@ -198,7 +199,7 @@ class CommandSupervisor:
         times = [] if self._kill_us is None else [self._kill_us + LATE_US]
         if self._begun and self._drain_us is None and self._stop_us is not None:
             if now >= self._stop_us and self._kill_us is not None:
-                self._drain_alone("its lease was not renewed in time", self._kill_us)
+                self._drain_alone(_NOT_RENEWED, self._kill_us)
             else:
                 times.append(self._stop_us)
         if self._drain_us is not None:
@@ -333,10 +334,11 @@ class CommandSupervisor:
         self._say(
             {
                 "left": True,
-                "why": why[:500],
+                "why": (why or self._drain_why)[:500],
                 "status": self._status,
                 "killed": not left,
                 "lease_over": why == _ENDED_BY_LEASE
+                or self._drain_why == _NOT_RENEWED
                 or (self._kill_us is not None and _now_us() >= self._kill_us),
             }
         )
