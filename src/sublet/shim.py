@@ -35,6 +35,7 @@ from sublet.training.scripts.ending import FINISHED, ProcessStart, leave_process
 from sublet.training.scripts.file_history import FileHistory
 from sublet.training.scripts.importing import OwnFinder, OwnModules, WhenImported, remember_visibly
 from sublet.training.scripts.script import Around, Inventory, Script, ScriptOptions
+from sublet.training.scripts.signal_handlers import hold_handlers_back
 from sublet.training.train import DEFAULT_TIER, train
 
 #: Any will do, as long as it is always the same.
@@ -123,6 +124,7 @@ def shim(
     code = compile(source.tree, str(path), "exec", dont_inherit=True)
     run = train(name, {"script": running}, progress=not (quiet or explain), **{**given, "every": every})
     running.belongs_to(run)
+    hold_handlers_back()
     if explain:
         for found in source.loops:
             where = f" in {found.scope}" if found.scope else ""

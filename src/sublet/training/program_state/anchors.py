@@ -249,6 +249,11 @@ class Anchors:
             return number
         return number if type_name(thing) == self.paths.types[number] else None
 
+    def holds(self, thing: Any) -> bool:
+        """Whether one of its references is ours."""
+        number = self.numbers.get(id(thing))
+        return number is not None and self.things[number] is thing
+
     def _at(self, number: int) -> Any:
         reference = self._loose.get(number)
         return self.things[number] if reference is None else reference()

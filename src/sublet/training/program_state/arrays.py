@@ -62,6 +62,8 @@ class NumpyArrayKind(Kind):
         found: Any
         if root is not thing:
             found = root
+            if root.base is None and thing.size and not thing.dtype.hasobject:
+                BLOCKS[-1].viewed(root, thing, *_bounds(thing))
         elif thing.base is None:
             found = thing.ravel(order="K").tolist() if thing.dtype == object else _place(thing)
         else:  # whose memory it is has to be saved, too

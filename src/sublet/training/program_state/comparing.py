@@ -259,9 +259,11 @@ class _Comparison:
                 yield _Pair(f"{path}{name}", before[at], now[at])
         elif kind == "NumpyArrayKind":
             yield from self._array(path, before, now)
-        elif kind in ("PythonRandomKind", "BitGeneratorKind", "RandomStateKind", "DeviceGeneratorKind"):
-            if _plain(before) != _plain(now):
-                yield Difference(path, "one random state", "another", "random")
+        elif kind in ("PythonRandomKind", "BitGeneratorKind"):  # what it has besides may be arrays
+            yield from self._random(path, before[0], now[0])
+            yield _Pair(f"{path}.seed_seq" if kind == "BitGeneratorKind" else path, before[1], now[1])
+        elif kind in ("RandomStateKind", "DeviceGeneratorKind"):
+            yield from self._random(path, before, now)
         elif kind == "FunctionKind":
             if (before[4] is None) != (now[4] is None) or (now[4] and not _same_code(before[4], now[4])):
                 yield Difference(path, "one function", "another", "structure")
@@ -278,6 +280,10 @@ class _Comparison:
             yield _Pair(path, dict(sorted(before.items())), dict(sorted(now.items())))
         else:
             yield _Pair(path, before, now)
+
+    def _random(self, path: str, before: Any, now: Any) -> Iterator[Difference]:
+        if _plain(before) != _plain(now):
+            yield Difference(path, "one random state", "another", "random")
 
     def _workers(self, path: str, before: Any, now: Any) -> Iterator[_Pair | Difference]:
         """A DataLoader's workers: each has a state of its own, taken in its process."""

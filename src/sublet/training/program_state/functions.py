@@ -57,6 +57,15 @@ def installed_name(thing: Any, is_own: IsOwn) -> bool:
     return found is thing
 
 
+def other_name(cls: type, is_own: IsOwn) -> tuple[str, str] | None:
+    """How an installed module gives a class that says another name of itself, as compiled ones do."""
+    module, name = cls.__module__, cls.__qualname__.rpartition(".")[2]
+    if not isinstance(module, str) or module == "__main__" or is_own(module):
+        return None
+    there = sys.modules.get(module)
+    return (module, name) if there is not None and vars(there).get(name) is cls else None
+
+
 _code_bytes: dict[int, tuple[types.CodeType, bytes]] = {}
 
 
@@ -524,7 +533,8 @@ def kind_of_function(thing: Any, is_own: IsOwn) -> Kind | None:
             return MADE_MODULE
         return NAMED if thing.__name__ in sys.modules else UNSAVEABLE
     if issubclass(cls, type):
-        return NAMED if _is_builtin(thing) or installed_name(thing, is_own) else CLASS
+        is_named = _is_builtin(thing) or installed_name(thing, is_own) or other_name(thing, is_own)
+        return NAMED if is_named else CLASS
     if issubclass(cls, types.FunctionType):
         return NAMED if installed_name(thing, is_own) else FUNCTION
     if issubclass(cls, types.BuiltinFunctionType):

@@ -36,6 +36,7 @@ from sublet.training.program_state.arrays import (
 from sublet.training.program_state.call_stack import NotResumable, is_seen_to_end
 from sublet.training.program_state.cpython.set_order import SetLayout
 from sublet.training.program_state.kinds import (
+    NAMED,
     OF_THE_PROCESS,
     REDUCED,
     UNSAVEABLE,
@@ -82,6 +83,7 @@ class Taken:
     blocks: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)  # blocks that are not saved, and their digests
+    shown: dict[str, list[list[int]]] = field(default_factory=dict)  # the parts of a block that count
 
 
 class Taking:
@@ -115,7 +117,7 @@ class Taking:
         BLOCKS.append(self._blocks)
         try:
             pickler.dump(roots)
-            done = 0
+            done, things = 0, list[tuple[int, Any]]()
             while done < len(pickler.needed):
                 things = pickler.needed[done:]
                 done += len(things)
@@ -132,12 +134,14 @@ class Taking:
             raise Unknown(pickler.last, f"{type(error).__name__}: {error}") from error
         finally:
             BLOCKS.pop()
+        del pickler, things  # they hold what was met
         found = self._blocks.found
         return Taken(
             written.getvalue(),
             recipes,
             {name: block.holder for name, block in found.items()},
             {name: block.size for name, block in found.items()},
+            shown=self._blocks.shown(self._anchors.holds),
         )
 
     def _content(self, thing: Any) -> tuple[Any, Any]:
@@ -231,6 +235,8 @@ class _ProgramPickler(pickle.Pickler):
             return functions.code_of, (functions.code_as_bytes(thing),)
         if functions.is_unnamed_builtin(thing):
             return functions.unnamed_builtin, (thing.__name__,)
+        if kind is NAMED and isinstance(thing, type) and (name := self._other_name(thing)):
+            return functions.sentinel_named, name
         if kind is functions.GENERATOR:
             return functions.generator_from, (functions.GENERATOR.content(thing),)
         if kind is functions.METHOD:
@@ -257,6 +263,10 @@ class _ProgramPickler(pickle.Pickler):
             return functions.sentinel_named, name
         function, arguments = how_made(kind, thing)
         return function, arguments, kind.content(thing), None, None, kind.fill
+
+    def _other_name(self, cls: type) -> tuple[str, str] | None:
+        is_own = self._sorting.is_own
+        return None if functions.installed_name(cls, is_own) else functions.other_name(cls, is_own)
 
 
 def is_filled(kind: Kind) -> bool:

@@ -386,7 +386,8 @@ class Script:
         return StateToCompare(bytes(tree["data"]), self._digests(tree).get, self._words)
 
     def _digests(self, tree: Any) -> dict[str, str]:
-        digests = {name: digest_of_holder(block) for name, block in tree["blocks"].items()}
+        shown = tree.get("shown", {})
+        digests = {name: digest_of_holder(block, shown.get(name)) for name, block in tree["blocks"].items()}
         return {**digests, **tree["same"]}
 
     def _words(self, number: int) -> str:
@@ -410,6 +411,7 @@ class Script:
             "blocks": taken.blocks,
             "sizes": taken.sizes,
             "same": taken.same,
+            "shown": taken.shown,
             "began": self._began,
             "identity": self._identity_now(),
             "inside": self._inside,
