@@ -163,6 +163,7 @@ def _bounds(array: Any) -> tuple[int, int]:
 def _place(array: Any) -> tuple[str, int]:
     low, high = _bounds(array) if array.size else (0, 0)
     name, offset = BLOCKS[-1].place(low, high - low, array)
+    BLOCKS[-1].shows(name, offset, offset + high - low)
     return name, offset
 
 
@@ -289,6 +290,10 @@ def _where(tensor: Any) -> Any:
 def _view(tensor: Any) -> tuple[Any, ...]:
     storage = tensor.untyped_storage()
     name, offset = BLOCKS[-1].place(storage.data_ptr(), storage.nbytes(), storage)
+    if tensor.numel():
+        begins = offset + tensor.storage_offset() * tensor.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        BLOCKS[-1].shows(name, begins, begins + (last + 1) * tensor.element_size())
     return (
         name,
         offset,
@@ -388,7 +393,9 @@ class StorageKind(Kind):
     def bare(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch = torch_here()
         bare = torch.empty(0, dtype=torch.uint8, device=thing.device).set_(thing)
-        return storage_of, (_view(bare),)
+        view = _view(bare)
+        BLOCKS[-1].shows(view[0], view[1], view[1] + thing.nbytes())
+        return storage_of, (view,)
 
     def content(self, thing: Any) -> Any:
         return None

@@ -394,7 +394,10 @@ class _Comparison:
             if name in now["modules"]:
                 yield _Pair("" if name == "__main__" else name, module, now["modules"][name])
         for old, new in zip(before["stack"], now["stack"], strict=True):
-            yield from self._suspended("the call stack", old, new)
+            if isinstance(old, tuple) and isinstance(new, tuple):
+                yield from self._suspended("the call stack", old, new)
+            else:
+                yield _Pair("the call stack", old, new)
         yield _Pair("(installed modules)", before["foreign"], now["foreign"])
         for name, old in before["process"].items():
             new = now["process"][name]

@@ -369,12 +369,15 @@ class GeneratorKind(Kind):
 
 
 def _read(generator: types.GeneratorType[Any, Any, Any]) -> call_stack.Suspended:
-    if generator.gi_running:
-        raise Unknown(generator, "a generator that is running")
     try:
-        return call_stack.read_generator(generator)
+        if not generator.gi_running:
+            return call_stack.read_generator(generator)
+        running = call_stack.read_running(generator)
     except call_stack.NotResumable as error:
         raise Unknown(generator, error.message) from error
+    if running is None:
+        raise Unknown(generator, "a generator that is running in another thread")
+    return running
 
 
 def suspended_as_parts(suspended: call_stack.Suspended) -> tuple[Any, ...]:

@@ -96,9 +96,10 @@ class Blocks:
     _by_address: dict[int, MemoryBlock] = field(default_factory=dict)
     count: int = 0
     _viewed: dict[int, ViewedArray] = field(default_factory=dict)
+    _shown: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # of blocks that tensors show
 
     def begin(self) -> None:
-        self._viewed = {}
+        self._viewed, self._shown = {}, {}
         self.found, self._addresses, self._by_address = {}, [], {}
 
     def named(self, address: int, size: int, name: str) -> None:
@@ -121,18 +122,23 @@ class Blocks:
         known = self._viewed.setdefault(id(root), ViewedArray(root))
         known.shown[id(view)] = (low, high, view.base is root)
 
+    def shows(self, name: str, low: int, high: int) -> None:
+        """Of a block, by a tensor. A block that is named here by all who have it is not seen as a whole."""
+        if high > low:
+            self._shown.setdefault(name, set()).add((low, high))
+
     def shown(self, held_by_us: Callable[[Any], bool]) -> dict[str, list[list[int]]]:
-        """Of blocks that are held by views alone, what these show: begin and end of each part. What lies
-        beside it may be memory that nobody ever wrote, and is not compared."""
-        found = {}
+        """What the program sees of blocks that it does not see as a whole: begin and end of each part. What
+        lies beside it may be memory that nobody ever wrote, and is not compared."""
+        found = {name: _merged(parts) for name, parts in self._shown.items()}
         for one in self._viewed.values():
             block = self._by_address.get(one.root.__array_interface__["data"][0])
             if block is None or block.keeps is not one.root or block.size != one.root.nbytes:
                 continue
             if sys.getrefcount(one.root) == one.holders + held_by_us(one.root) + _OURS:
                 parts = {(low - block.address, high - block.address) for low, high, _ in one.shown.values()}
-                found[block.name] = [list(part) for part in sorted(parts)]
-        return found
+                found[block.name] = _merged(parts)
+        return {name: parts for name, parts in found.items() if parts != [[0, self.found[name].size]]}
 
     def _around(self, address: int, size: int) -> MemoryBlock | None:
         at = bisect.bisect_right(self._addresses, address)
@@ -159,6 +165,16 @@ class Blocks:
         bisect.insort(self._addresses, address)
         self._by_address[address] = block
         return block
+
+
+def _merged(parts: set[tuple[int, int]]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for low, high in sorted(parts):
+        if found and low <= found[-1][1]:
+            found[-1][1] = max(high, found[-1][1])
+        else:
+            found.append([low, high])
+    return found
 
 
 def bytes_at(address: int, size: int, owner: Any) -> Any:

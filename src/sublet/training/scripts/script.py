@@ -47,6 +47,7 @@ from sublet.training.scripts.identity import changes, digest_of_identity, identi
 from sublet.training.scripts.importing import OwnModules
 from sublet.training.scripts.output import PrintedOnce
 from sublet.training.scripts.rehearsal import RehearsalPlan, RememberedVersion, Repetition, judged
+from sublet.training.scripts.tracing import is_traced
 
 FORMAT = 2
 #: Before a deadline a process that has not come to the end of its step is ended without it.
@@ -140,16 +141,20 @@ class Script:
 
     def begin(self) -> None:
         """A training loop begins."""
+        if is_traced():
+            return
         self._arrive(sys._getframe(1))
         self._inside = True
 
     def step(self) -> None:
         """A turn has come to its end."""
-        if self._program is not None and sys.exc_info()[0] is None:
+        if self._program is not None and sys.exc_info()[0] is None and not is_traced():
             self._between_steps(sys._getframe(1))
 
     def after(self) -> None:
         """All loops around a training loop are behind: what follows may take long, so everything is saved."""
+        if is_traced():
+            return
         self._inside = False
         if self._program is None or sys.exc_info()[0] is not None:
             return
