@@ -140,6 +140,8 @@ def shim(
     else:
         running.prints_once(around.memory / f"{name}.printed")
         home = load_settings().home
+        if not source.loops:
+            running.says_if_no_step_comes()
         running.keeps_files(FileHistory(around.memory / f"{name}.files", cwd=Path.cwd(), left_alone=[home]))
     become(script, path, arguments, running)
     return running.run_to_the_end(lambda: execute(code))

@@ -834,8 +834,8 @@ def test_a_loop_that_is_never_reached_is_said(sqlite_home: Home, tmp_path: Path)
     assert lives.shim() == 0
     assert "never reached" not in lives.err.read_text()
     lives = written(tmp_path, "def fit(w):\n    for i in range(3):\n        w -= 0.1 * w\nprint('result')\n")
-    assert lives.shim() == 0
-    assert "no training step was seen, so nothing was saved" in lives.err.read_text()
+    assert lives.shim(options=("--name", "other")) == 0
+    assert "no training step was seen, so nothing was saved on the way" in lives.err.read_text()
 
 
 TOLD = """
@@ -885,6 +885,10 @@ def test_a_script_without_steps_that_came_to_its_end_is_done(
     lives = written(tmp_path, NO_LOOP)
     assert lives.shim(options=("--name", "job")) == 0, lives.err.read_text()
     assert lives.result == "result 45"
+    assert (tmp_path / "log.txt").read_text() == "begun\n"
+    # Started once more, it is not done once more: what it appends is there once.
+    assert lives.shim(options=("--name", "job")) == 0
+    assert "finished already, at step 1; nothing was run" in lives.err.read_text()
     assert (tmp_path / "log.txt").read_text() == "begun\n"
 
 

@@ -391,6 +391,12 @@ class Run:
             self._leave_told(self._leaving_for, plan)
         self._iterating = False
 
+    def count_as_one(self) -> None:
+        """The program came to its end, and no step was seen: all of it is one, and is committed, under a warning
+        too."""
+        self._position.step += 1
+        self._saves.commit_now()
+
     def mark(self, tag: str) -> None:
         """Keep the last save under this tag."""
         self._parts.store.tag(self.name, self.version, tag, actor=self.name)

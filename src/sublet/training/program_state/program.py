@@ -22,6 +22,7 @@ from sublet.training.program_state.anchors import Anchors, Paths, UnknownPart
 from sublet.training.program_state.call_stack import NotResumable
 from sublet.training.program_state.cpython import code_objects
 from sublet.training.program_state.kinds import Edge, Kind, Parts
+from sublet.training.program_state.jax_traces import TRACE_STATE, is_trace_state
 from sublet.training.program_state.live import loggers
 from sublet.training.program_state.loader_workers import (
     WORKERS_ITERATOR,
@@ -97,7 +98,11 @@ class Program:
         self._is_own = is_own
         self._ends_at = ends_at
         self._sorting = Sorting(is_own)
-        self._sorting.further += [(is_workers_iterator, WORKERS_ITERATOR), *further]
+        self._sorting.further += [
+            (is_workers_iterator, WORKERS_ITERATOR),
+            (is_trace_state, TRACE_STATE),
+            *further,
+        ]
         self._namespace_kind = NamespaceKind()
         self._foreign = ForeignVariables(is_own)
         self._environment = dict(os.environ)

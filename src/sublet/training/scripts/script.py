@@ -52,6 +52,8 @@ from sublet.training.scripts.tracing import is_traced
 FORMAT = 2
 #: Before a deadline a process that has not come to the end of its step is ended without it.
 MARGIN_SECONDS = 1.0
+#: A script in which no loop was found is told so after this, if no step of a library was seen either.
+TOLD_AFTER_SECONDS = 20.0
 #: Numbers that came out differently are repeated so often before they are taken for lost.
 MOST_TIMES = 2
 
@@ -127,6 +129,19 @@ class Script:
         for words in history.rewind():  # also when an earlier start was killed before its first save
             self._around.say(words)
         history.watch()
+
+    def says_if_no_step_comes(self) -> None:
+        """Whoever waits for a save is to know early that there will be none."""
+        threading.Thread(target=self._look_for_steps, name="sublet-looks", daemon=True).start()
+
+    def _look_for_steps(self) -> None:
+        time.sleep(TOLD_AFTER_SECONDS)
+        if self._program is None and self._saved is None:
+            self._around.say(
+                f"no training step was seen in the first {TOLD_AFTER_SECONDS:.0f} s. Until one is, nothing is "
+                "saved, and a start begins anew with its files as they were; --loop LINE names a loop of the "
+                "script"
+            )
 
     def prints_once(self, file: Path) -> None:
         """From now on, what the script prints is counted; `file` remembers how much it was."""
@@ -501,9 +516,10 @@ class Script:
         if self._files is not None and code == 0:
             self._files.clear()
         if self._program is None:
+            then = "is finished" if code == 0 else "begins anew, with its files as they were"
             self._around.say(
-                "no training step was seen, so nothing was saved: started again, it begins anew. --loop LINE "
-                "names a loop of the script"
+                f"no training step was seen, so nothing was saved on the way: started again, it {then}. "
+                "--loop LINE names a loop of the script"
             )
 
 
