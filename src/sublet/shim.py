@@ -34,6 +34,7 @@ from sublet.training.scripts.boundaries import NAME, Source, uses_sublet_train, 
 from sublet.training.scripts.ending import FINISHED, ProcessStart, leave_process, let_go
 from sublet.training.scripts.file_history import FileHistory
 from sublet.training.scripts.importing import OwnFinder, OwnModules, WhenImported, remember_visibly
+from sublet.training.scripts.library_loops import watch_libraries
 from sublet.training.scripts.script import Around, Inventory, Script, ScriptOptions
 from sublet.training.scripts.signal_handlers import hold_handlers_back
 from sublet.training.train import DEFAULT_TIER, train
@@ -153,17 +154,10 @@ def watch_imports(own: OwnModules, running: Script) -> None:
     sys.meta_path[:0] = [OwnFinder(own, running), imports]
     for module in event_writers.MODULES:
         imports.do(module, partial(event_writers.know_event_writers, module))
-    imports.do("torch.optim.optimizer", lambda: watch_optimizers(running))
+    watch_libraries(imports, running)
     imports.do("torch.utils.data.dataloader", lambda: watch_loaders(own.names))
     remember_visibly(own)
     atexit.register(let_go, own.names)
-
-
-def watch_optimizers(running: Script) -> None:
-    """Where the training loop is a library's, a step is a step of an optimizer."""
-    optimizer = sys.modules["torch.optim.optimizer"]
-    optimizer.register_optimizer_step_pre_hook(running.before_optimizer)
-    optimizer.register_optimizer_step_post_hook(running.after_optimizer)
 
 
 def look_at(script: str, loop: int | None) -> tuple[Source, Path]:

@@ -391,12 +391,6 @@ class Run:
             self._leave_told(self._leaving_for, plan)
         self._iterating = False
 
-    def count_as_one(self) -> None:
-        """The program came to its end, and no step was seen: all of it is one, and is committed, under a warning
-        too."""
-        self._position.step += 1
-        self._saves.commit_now()
-
     def mark(self, tag: str) -> None:
         """Keep the last save under this tag."""
         self._parts.store.tag(self.name, self.version, tag, actor=self.name)
@@ -477,9 +471,8 @@ class Run:
             self._saves.save_behind()
         return ""
 
-    def save(self) -> None:
-        """Commit what is done so far, now. Between two steps only: inside a body the state is half
-        changed."""
+    def save(self, *, as_one: bool = False) -> None:
+        """Commit what is done so far, now, between two steps. `as_one`: it was one step, and nobody saw it."""
         if self._iterating:
             raise BadInput(
                 "inside the loop the step is not finished: its state must not be saved",
@@ -491,6 +484,7 @@ class Run:
                 "committed",
                 remedy="end a loop with run.stop() instead of break; what is done is then committed",
             )
+        self._position.step += as_one
         self._saves.commit_now()
 
     # leaving

@@ -364,8 +364,9 @@ def _lost_graph(numbers: Any, graph: str) -> Any:
                 "--loop LINE",
             )
 
-    anchor = torch.zeros((), requires_grad=True)
-    made = GraphIsGone.apply(anchor, numbers)
+    with torch.inference_mode(False), torch.enable_grad():  # the program may stand where it needs none
+        anchor = torch.zeros((), requires_grad=True)
+        made = GraphIsGone.apply(anchor, numbers)
     made.grad_fn.metadata[_GONE] = graph
     return made
 

@@ -202,7 +202,8 @@ def _asking(
 
 
 def _first_part(at: dis.Instruction, analysis: Analysis) -> dis.Instruction:
-    return analysis.before(at) if VERSION == (3, 11) and at.opname == "CALL" else at  # PRECALL is a part of it
+    """In 3.11 PRECALL is a part of a call."""
+    return analysis.before(at) if VERSION == (3, 11) and at.opname == "CALL" else at
 
 
 def _asks(called: Any, arguments: Sequence[Any], generator: Any) -> bool:
@@ -226,7 +227,8 @@ def generator_of(frame: types.FrameType) -> types.GeneratorType[Any, Any, Any]:
 
 @functools.cache
 def _frame_in_generator() -> int:
-    known: Any = (one for one in ())
+    none: tuple[Any, ...] = ()
+    known: Any = (one for one in none)
     return _address(known.gi_frame) - id(known)
 
 
@@ -481,7 +483,9 @@ def _entering(
     beginning += _instruction("RESUME")
     if asked:
         nothing = _instruction("LOAD_CONST", len(code.co_consts) + 1)
-        beginning += nothing + _instruction("YIELD_VALUE") + _instruction("RESUME", 1) + _instruction("POP_TOP")
+        beginning += (
+            nothing + _instruction("YIELD_VALUE") + _instruction("RESUME", 1) + _instruction("POP_TOP")
+        )
     given = code.co_argcount + code.co_kwonlyargcount
     given += bool(code.co_flags & _HAS_ARGS) + bool(code.co_flags & _HAS_KEYWORDS)
     take = _call_without_arguments(len(code.co_consts))

@@ -112,8 +112,10 @@ class _InertUnpickler(pickle.Unpickler):
     def persistent_load(self, number: Any) -> Any:
         if isinstance(number, str):
             return self.find_class(number, "__dict__")
-        if isinstance(number, tuple):  # a constant, or a number that is none
-            return number
+        if isinstance(number, tuple):
+            first, second = number
+            # A constant, which may be the name of the module of a class; or a number that is none.
+            return f"({first}.{second})" if isinstance(first, str) else number
         if number not in self._numbered:
             self._numbered[number] = _numbered(number)
         return self._numbered[number]

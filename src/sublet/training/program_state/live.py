@@ -231,8 +231,8 @@ class LoggerKind(Kind):
 
 
 def _stale(thing: logging.Logger) -> dict[int, bool]:
-    """What it remembers of levels and would not find again: of a logger that nobody knows it is never cleared.
-    The rest is found again when it is asked for."""
+    """What it remembers of levels and would not find again: of a logger that nobody knows it is never
+    cleared. The rest is found again when it is asked for."""
     least, off = thing.getEffectiveLevel(), thing.manager.disable
     return {at: on for at, on in vars(thing)["_cache"].items() if on != (at >= least and at > off)}
 

@@ -21,8 +21,8 @@ from sublet.training.program_state import call_stack, functions
 from sublet.training.program_state.anchors import Anchors, Paths, UnknownPart
 from sublet.training.program_state.call_stack import NotResumable
 from sublet.training.program_state.cpython import code_objects
-from sublet.training.program_state.kinds import Edge, Kind, Parts
 from sublet.training.program_state.jax_traces import TRACE_STATE, is_trace_state
+from sublet.training.program_state.kinds import Edge, Kind, Parts
 from sublet.training.program_state.live import loggers
 from sublet.training.program_state.loader_workers import (
     WORKERS_ITERATOR,
@@ -271,8 +271,6 @@ class Program:
         self._anchors.loosen()
         self._foreign.put(roots["foreign"])
         put_process(roots["process"], self._environment)
-        stack = [
-            functions.suspended_from(one) if isinstance(one, tuple) else one for one in roots["stack"]
-        ]
+        stack = [functions.suspended_from(one) if isinstance(one, tuple) else one for one in roots["stack"]]
 
         return lambda answer: call_stack.go_on(stack, answer)

@@ -115,7 +115,7 @@ def run_to_the_end(
 def finish_as_one(run: Run) -> None:
     """No step was seen, and it was done as it is: started again, it is not to do all of it twice."""
     with contextlib.suppress(SubletError):  # what could not be committed is done anew
-        run.count_as_one()
+        run.save(as_one=True)
         run.mark(FINISHED)
 
 

@@ -113,6 +113,7 @@ class Script:
         self._frame: FrameType | None = None  # of the script, while a state may be taken
         self._inside = False  # a training loop of the script's own
         self.is_over = False  # it was saved at its end: nothing is left to be done
+        self._was_told = False  # that nothing is saved
         self._output: PrintedOnce | None = None
         self._files: FileHistory | None = None
         self._positions: list[tuple[int, int]] = []  # step, and position in the history of the files
@@ -134,18 +135,29 @@ class Script:
         """Whoever waits for a save is to know early that there will be none."""
         threading.Thread(target=self._look_for_steps, name="sublet-looks", daemon=True).start()
 
+    def cannot_save(self, why: str) -> None:
+        """A library begins to train what cannot be saved. Said once, and only if nothing else is saved."""
+        if self._program is None and self._saved is None and not self._was_told:
+            self._was_told = True
+            self._around.say(
+                f"{why}. Nothing is saved until a training loop of the script begins: a start begins anew, "
+                "with its files as they were"
+            )
+
     def _look_for_steps(self) -> None:
         time.sleep(TOLD_AFTER_SECONDS)
-        if self._program is None and self._saved is None:
+        if self._program is None and self._saved is None and not self._was_told:
+            self._was_told = True
             self._around.say(
-                f"no training step was seen in the first {TOLD_AFTER_SECONDS:.0f} s. Until one is, nothing is "
-                "saved, and a start begins anew with its files as they were; --loop LINE names a loop of the "
-                "script"
+                f"no training step was seen in the first {TOLD_AFTER_SECONDS:.0f} s. Until one is, nothing "
+                "is saved, and a start begins anew with its files as they were; --loop LINE names a loop of "
+                "the script"
             )
 
     def prints_once(self, file: Path) -> None:
         """From now on, what the script prints is counted; `file` remembers how much it was."""
-        self._output = PrintedOnce(file, anew=self._saved is None)
+        anew = digest_of_identity(self._identity_now()) if self._saved is None else ""
+        self._output = PrintedOnce(file, anew=anew)
 
     @property
     def run(self) -> Run:
@@ -515,6 +527,8 @@ class Script:
         """One that failed goes on at its last save, with files as they were then."""
         if self._files is not None and code == 0:
             self._files.clear()
+        if self._output is not None:
+            self._output.is_over(forget=self._program is None and code != 0)
         if self._program is None:
             then = "is finished" if code == 0 else "begins anew, with its files as they were"
             self._around.say(

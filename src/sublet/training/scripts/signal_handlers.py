@@ -43,6 +43,7 @@ class HeldBack:
 
 def hold_handlers_back() -> None:
     """From now on. Called when our own handlers are in their place."""
+    there = vars(signal)
     plain, plain_get = signal.signal, signal.getsignal
     ours = {number: plain_get(number) for number in _NUMBERS}
 
@@ -56,13 +57,15 @@ def hold_handlers_back() -> None:
     def installed(signalnum: int, /) -> Any:
         return _of_the_script(plain_get(signalnum))
 
-    signal.signal, signal.getsignal = install, installed
+    there["signal"], there["getsignal"] = install, installed
 
 
 def _is_the_scripts(handler: Any) -> bool:
     """A warning that is to be ignored, or to end the process, is left to the system."""
     module = getattr(handler, "__module__", "") or ""
-    return callable(handler) and handler is not signal.default_int_handler and not module.startswith("sublet.")
+    return (
+        callable(handler) and handler is not signal.default_int_handler and not module.startswith("sublet.")
+    )
 
 
 def _of_the_script(handler: Any) -> Any:
