@@ -249,6 +249,11 @@ class Anchors:
             return number
         return number if type_name(thing) == self.paths.types[number] else None
 
+    def number_at(self, identity: int) -> int | None:
+        """The number of the object that is known to be there."""
+        number = self.numbers.get(identity)
+        return number if number is not None and id(self._at(number)) == identity else None
+
     def holds(self, thing: Any) -> bool:
         """Whether one of its references is ours."""
         number = self.numbers.get(id(thing))

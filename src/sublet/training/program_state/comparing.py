@@ -113,6 +113,8 @@ class _InertUnpickler(pickle.Unpickler):
         if isinstance(number, str):
             return self.find_class(number, "__dict__")
         if isinstance(number, tuple):
+            if len(number) == 1:
+                return f"(the id of object {number[0]})"
             first, second = number
             # A constant, which may be the name of the module of a class; or a number that is none.
             return f"({first}.{second})" if isinstance(first, str) else number

@@ -57,6 +57,8 @@ from sublet.training.program_state.sorting import DICT, LIST, SET, Sorting
 
 #: How often a taking may begin again because it learned something.
 _MOST_TRIES = 60
+#: A number above may be the `id` of an object, which is another one in the next process.
+_LEAST_ADDRESS = 1 << 32
 #: How the roots name the script's own variables.
 _OF_THE_SCRIPT = "modules['__main__']."
 Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -206,6 +208,9 @@ class _ProgramPickler(pickle.Pickler):
             cls = type(thing)
             if cls is str:
                 return functions.name_of_constant(thing)
+            if cls is int and thing > _LEAST_ADDRESS:  # what an object is known by in a dict of some library
+                known = self._anchors.number_at(thing)
+                return None if known is None else (known,)
             if cls is float and thing != thing:  # equal to nothing, found by being that one
                 return self._nans.setdefault(id(thing), (len(self._nans), struct.pack("<d", thing)))
             if cls is frozenset and len(thing) > 1 and id(thing) not in self._met_frozen:
@@ -226,8 +231,11 @@ class _ProgramPickler(pickle.Pickler):
 
     def reducer_override(self, thing: Any) -> Any:
         self.last = thing
-        if isinstance(thing, (HashedMembers, SetLayout)):
-            return type(thing), tuple(getattr(thing, field.name) for field in fields(thing))
+        if isinstance(thing, HashedMembers):
+            return HashedMembers, tuple(getattr(thing, field.name) for field in fields(thing))
+        if isinstance(thing, SetLayout):  # hashes are what they were then, also those of ids
+            hashes = " ".join(map(str, thing.hashes))
+            return set_layout, (thing.mask, thing.finger, thing.places, hashes, thing.left)
         kind = self._sorting.kind_of(thing)
         if issubclass(type(thing), types.ModuleType) and kind is not functions.MADE_MODULE:
             return functions.module_named, (thing.__name__,)
@@ -269,6 +277,12 @@ class _ProgramPickler(pickle.Pickler):
         return None if functions.installed_name(cls, is_own) else functions.other_name(cls, is_own)
 
 
+def set_layout(
+    mask: int, finger: int, places: tuple[int, ...], hashes: str, left: tuple[int, ...]
+) -> SetLayout:
+    return SetLayout(mask, finger, places, tuple(map(int, hashes.split())), left)
+
+
 def is_filled(kind: Kind) -> bool:
     return type(kind).content is not Kind.content
 
@@ -291,6 +305,10 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(number, str):
             return functions.namespace_of(number)
         if isinstance(number, tuple):
+            if len(number) == 1:
+                with contextlib.suppress(NotResumable):
+                    return id(self._things(number[0]))
+                return -number[0]  # nothing leads to that object any more
             first, second = number
             if isinstance(first, str):
                 return functions.sentinel_named(first, second)
