@@ -472,7 +472,7 @@ class Run:
         return ""
 
     def save(self, *, as_one: bool = False) -> None:
-        """Commit what is done so far, now, between two steps. `as_one`: it was one step, and nobody saw it."""
+        """Commit what is done so far, now, between two steps. `as_one`: it was a step that nobody saw."""
         if self._iterating:
             raise BadInput(
                 "inside the loop the step is not finished: its state must not be saved",

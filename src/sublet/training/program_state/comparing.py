@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sublet.training.program_state.cpython.code_objects import slot_names
-from sublet.training.program_state.functions import code_of
+from sublet.training.program_state.functions import ASKED_WHEN_MADE, code_of
 
 _MOST_DIFFERENCES = 200
 _GENERATORS = {"random": "Python", "numpy": "NumPy", "torch": "torch"}
@@ -275,7 +275,7 @@ class _Comparison:
                 if of is not None:
                     yield _Pair(f"{path}{of}", before[at], now[at])
         elif kind == "ClassKind":
-            yield _Pair(path, before[0], now[0])
+            yield _Pair(path, _as_made(before[0]), _as_made(now[0]))
             yield _Pair(f"{path}.__bases__", before[1], now[1])
             yield _Pair(f"{path} (registered)", before[2], now[2])
         elif kind == "WorkersIteratorKind":
@@ -422,6 +422,12 @@ class _Comparison:
 
     def _differ(self, path: str, before: Any, now: Any, sort: str) -> Difference:
         return Difference(path or "the program", _short(before), _short(now), sort)
+
+
+def _as_made(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Of a class that is made anew: what its making looks at is put in last."""
+    last = [name for name in attributes if name in ASKED_WHEN_MADE]
+    return {name: attributes[name] for name in [*(n for n in attributes if n not in last), *sorted(last)]}
 
 
 def _without_chance(saved: dict[str, Any]) -> dict[str, Any]:

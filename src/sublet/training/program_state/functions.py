@@ -290,7 +290,7 @@ class ClassKind(Kind):
             raise Unknown(thing, f"a class that {type(thing).__qualname__} made after the loop began")
         own: dict[str, Any] = {"__module__": thing.__module__, "__qualname__": thing.__qualname__}
         # The others are in their places already: attributes of a class are in the order of their making.
-        names = [name for name in self.content(thing)[0] if name not in _ASKED_WHEN_MADE]
+        names = [name for name in self.content(thing)[0] if name not in ASKED_WHEN_MADE]
         own |= {name: vars(thing)[name] if name == "__slots__" else None for name in names}
         return bare_class, (type(thing), thing.__name__, thing.__bases__, own)
 
@@ -313,7 +313,7 @@ class ClassKind(Kind):
 
 
 #: What the making of a class looks at.
-_ASKED_WHEN_MADE = frozenset(("__init_subclass__", "__classcell__", "__new__", "__hash__"))
+ASKED_WHEN_MADE = frozenset(("__init_subclass__", "__classcell__", "__new__", "__hash__"))
 
 
 def _registered(cls: type) -> list[type]:
