@@ -74,6 +74,11 @@ NOTHING = _Nothing()
 class NotResumable(BadInput):
     """The place where the program stands cannot be taken up again."""
 
+    remedy = (
+        "let a function that is called plainly make the step, or say in the script what a step is: run = "
+        "sublet.train(...), for step in run.steps(n)"
+    )
+
 
 @dataclass(slots=True)
 class Suspended:
