@@ -213,10 +213,11 @@ def _first_part(at: dis.Instruction, analysis: Analysis) -> dis.Instruction:
 
 def _asks(called: Any, arguments: Sequence[Any], generator: Any) -> bool:
     kind = types.GeneratorType
-    if called in (next, kind.send, kind.__next__):
+    if called is next or called is kind.send or called is kind.__next__:
         return bool(arguments) and arguments[0] is generator
-    name = getattr(called, "__name__", "")
-    return getattr(called, "__self__", None) is generator and name in ("send", "__next__")
+    if type(called) not in (types.BuiltinMethodType, types.MethodWrapperType):
+        return False
+    return called.__self__ is generator and called.__name__ in ("send", "__next__")
 
 
 def generator_of(frame: types.FrameType) -> types.GeneratorType[Any, Any, Any]:
