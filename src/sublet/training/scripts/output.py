@@ -119,7 +119,8 @@ class PrintedOnce:
             io.BufferedWriter(self._lines),
             encoding=plain.encoding,
             errors=plain.errors,
-            line_buffering=bool(plain.line_buffering),
+            # PYTHONUNBUFFERED asks for text at once: here a whole line at once.
+            line_buffering=bool(plain.line_buffering or getattr(plain, "write_through", False)),
             write_through=getattr(plain, "write_through", False),
         )
         if not is_known:
