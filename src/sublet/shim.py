@@ -34,7 +34,9 @@ from sublet.training.scripts.boundaries import NAME, Source, uses_sublet_train, 
 from sublet.training.scripts.ending import FINISHED, ProcessStart, leave_process, let_go
 from sublet.training.scripts.file_history import FileHistory
 from sublet.training.scripts.importing import OwnFinder, OwnModules, WhenImported, remember_visibly
+from sublet.training.scripts.library_loops import watch_libraries
 from sublet.training.scripts.script import Around, Inventory, Script, ScriptOptions
+from sublet.training.scripts.signal_handlers import hold_handlers_back
 from sublet.training.train import DEFAULT_TIER, train
 
 #: Any will do, as long as it is always the same.
@@ -123,6 +125,7 @@ def shim(
     code = compile(source.tree, str(path), "exec", dont_inherit=True)
     run = train(name, {"script": running}, progress=not (quiet or explain), **{**given, "every": every})
     running.belongs_to(run)
+    hold_handlers_back()
     if explain:
         for found in source.loops:
             where = f" in {found.scope}" if found.scope else ""
@@ -138,6 +141,8 @@ def shim(
     else:
         running.prints_once(around.memory / f"{name}.printed")
         home = load_settings().home
+        if not source.loops:
+            running.says_if_no_step_comes()
         running.keeps_files(FileHistory(around.memory / f"{name}.files", cwd=Path.cwd(), left_alone=[home]))
     become(script, path, arguments, running)
     return running.run_to_the_end(lambda: execute(code))
@@ -149,17 +154,10 @@ def watch_imports(own: OwnModules, running: Script) -> None:
     sys.meta_path[:0] = [OwnFinder(own, running), imports]
     for module in event_writers.MODULES:
         imports.do(module, partial(event_writers.know_event_writers, module))
-    imports.do("torch.optim.optimizer", lambda: watch_optimizers(running))
+    watch_libraries(imports, running)
     imports.do("torch.utils.data.dataloader", lambda: watch_loaders(own.names))
     remember_visibly(own)
     atexit.register(let_go, own.names)
-
-
-def watch_optimizers(running: Script) -> None:
-    """Where the training loop is a library's, a step is a step of an optimizer."""
-    optimizer = sys.modules["torch.optim.optimizer"]
-    optimizer.register_optimizer_step_pre_hook(running.before_optimizer)
-    optimizer.register_optimizer_step_post_hook(running.after_optimizer)
 
 
 def look_at(script: str, loop: int | None) -> tuple[Source, Path]:

@@ -834,8 +834,8 @@ def test_a_loop_that_is_never_reached_is_said(sqlite_home: Home, tmp_path: Path)
     assert lives.shim() == 0
     assert "never reached" not in lives.err.read_text()
     lives = written(tmp_path, "def fit(w):\n    for i in range(3):\n        w -= 0.1 * w\nprint('result')\n")
-    assert lives.shim() == 0
-    assert "no training step was seen, so nothing was saved" in lives.err.read_text()
+    assert lives.shim(options=("--name", "other")) == 0
+    assert "no training step was seen, so nothing was saved on the way" in lives.err.read_text()
 
 
 TOLD = """
@@ -868,6 +868,33 @@ def test_a_library_that_leaves_by_itself_when_it_is_told_to_is_not_done(
     each_step_once("job", 9)
 
 
+FLAGGED = """
+import os, signal
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+assert signal.getsignal(signal.SIGTERM).__name__ == "<lambda>"
+w = 1.0
+for i in range(9):
+    w -= 0.1 * w
+    if i == 4 and not os.path.exists("{mark}"):
+        open("{mark}", "w").close()
+        os.kill(os.getpid(), signal.SIGTERM)
+    if told:
+        break
+print("result", w, told)
+"""
+
+
+def test_a_script_s_own_handler_is_not_told_of_our_warning(sqlite_home: Home, tmp_path: Path) -> None:
+    """X1. What it would be told would be saved with it, and end the run that goes on before its time."""
+    lives = written(tmp_path, FLAGGED.format(mark=sqlite_home.settings.home / "mark"))
+    options = ("--name", "job", "--every", "2")
+    assert lives.shim(options=options) == DRAINED_CODE, lives.err.read_text()
+    assert lives.shim(options=options) == 0, lives.err.read_text()
+    assert lives.result == f"result {eval_steps(9)} []"
+    each_step_once("job", 9)
+
+
 NO_LOOP = """
 import os, signal
 with open("log.txt", "a") as log:
@@ -885,6 +912,10 @@ def test_a_script_without_steps_that_came_to_its_end_is_done(
     lives = written(tmp_path, NO_LOOP)
     assert lives.shim(options=("--name", "job")) == 0, lives.err.read_text()
     assert lives.result == "result 45"
+    assert (tmp_path / "log.txt").read_text() == "begun\n"
+    # Started once more, it is not done once more: what it appends is there once.
+    assert lives.shim(options=("--name", "job")) == 0
+    assert "finished already, at step 1; nothing was run" in lives.err.read_text()
     assert (tmp_path / "log.txt").read_text() == "begun\n"
 
 

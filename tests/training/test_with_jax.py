@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from sublet.training.program_state.jax_traces import TRACE_STATE, is_trace_state
+from sublet.training.program_state.kinds import NAMED, Unknown
+from sublet.training.program_state.sorting import Sorting
+from sublet.training.scripts.tracing import is_traced
+from tests.conftest import needed
 from tests.training.test_capture import restore, saved
 
 
@@ -28,3 +33,26 @@ def test_jax_arrays_and_keys() -> None:
     assert isinstance(other["params"]["w"], jax.Array)
     for name in ("key", "old key", "impl"):
         assert jax.random.normal(other[name]) == jax.random.normal(parts[name])
+
+
+def test_a_function_that_jax_follows_makes_no_step() -> None:
+    jax = pytest.importorskip("jax")
+    seen = [is_traced()]
+    jax.jit(lambda x: (seen.append(is_traced()), x)[1])(1.0)
+    assert seen == [False, True]
+    assert not is_traced()
+
+
+def test_what_jax_gives_by_another_name_is_found_by_it() -> None:
+    jax = pytest.importorskip("jax")
+    needed("jax.extend.core")
+    trace = jax.extend.core.get_opaque_trace_state(convention="nnx")
+    sorting = Sorting(lambda module: False)
+    assert sorting.kind_of(jax.Array) is NAMED
+    assert is_trace_state(type(trace))
+    make, arguments = TRACE_STATE.reduce(trace)
+    assert make(*arguments) == trace
+    inside = []
+    jax.jit(lambda x: (inside.append(jax.extend.core.get_opaque_trace_state(convention="nnx")), x)[1])(1.0)
+    with pytest.raises(Unknown, match="inside a function that JAX follows"):
+        TRACE_STATE.reduce(inside[0])

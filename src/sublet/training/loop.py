@@ -471,9 +471,8 @@ class Run:
             self._saves.save_behind()
         return ""
 
-    def save(self) -> None:
-        """Commit what is done so far, now. Between two steps only: inside a body the state is half
-        changed."""
+    def save(self, *, as_one: bool = False) -> None:
+        """Commit what is done so far, now, between two steps. `as_one`: it was a step that nobody saw."""
         if self._iterating:
             raise BadInput(
                 "inside the loop the step is not finished: its state must not be saved",
@@ -485,6 +484,7 @@ class Run:
                 "committed",
                 remedy="end a loop with run.stop() instead of break; what is done is then committed",
             )
+        self._position.step += as_one
         self._saves.commit_now()
 
     # leaving

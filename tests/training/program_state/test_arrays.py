@@ -8,7 +8,9 @@ import weakref
 import numpy
 import pytest
 
-from sublet.training.program_state.memory import bytes_at
+from sublet.training.program_state.arrays import BLOCKS, NUMPY_ARRAY, TENSOR, _lost_graph
+from sublet.training.program_state.call_stack import NotResumable
+from sublet.training.program_state.memory import Blocks, bytes_at, digest_of_holder
 from tests.conftest import needed
 from tests.forked import with_torch
 from tests.training.program_state.carried import Carried, assert_carried, carry, carry_elsewhere
@@ -295,3 +297,41 @@ def test_memory_lives_as_long_as_what_is_made_on_it() -> None:
     del view
     gc.collect()
     assert gone() is None
+
+
+def test_memory_that_nothing_shows_is_not_compared() -> None:
+    """A loss of torch lies in the memory of the squares it was made from; what SciPy prunes shows a part of what was there."""
+    torch = needed("torch")
+    blocks = Blocks()
+    BLOCKS.append(blocks)
+    try:
+        whole = numpy.arange(100.0)
+        part, held = whole[10:20], numpy.arange(50.0)
+        other = held[:5]
+        loss = torch.zeros(64).resize_(1)
+        for array in (part, whole, other, held):
+            NUMPY_ARRAY.content(array)
+        names = {address: name for (address, _), name in blocks.names.items()}
+        of_whole = names[whole.__array_interface__["data"][0]]
+        TENSOR.content(loss)
+        of_loss = blocks.names[loss.untyped_storage().data_ptr(), 256]
+        assert blocks.shown(lambda array: False) == {of_loss: [[0, 4]]}
+        del whole, array
+        assert blocks.shown(lambda array: False) == {of_loss: [[0, 4]], of_whole: [[80, 160]]}
+    finally:
+        BLOCKS.pop()
+    memory = numpy.arange(200, dtype="uint8")
+    before = digest_of_holder(memory, [[80, 160]])
+    memory[5] = 0
+    assert digest_of_holder(memory, [[80, 160]]) == before
+    memory[90] = 0
+    assert digest_of_holder(memory, [[80, 160]]) != before
+
+
+def test_a_tensor_whose_graph_is_gone_is_made_where_no_graph_is_needed() -> None:
+    torch = needed("torch")
+    with torch.no_grad():
+        made = _lost_graph(torch.ones(2), "MulBackward0")
+    assert made.requires_grad
+    with pytest.raises(NotResumable, match="MulBackward0"):
+        made.sum().backward()

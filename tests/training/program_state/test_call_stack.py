@@ -318,6 +318,92 @@ for i in range(5):
     step()
     print(a.n, next(a.it), b and next(b.it), b and b.n)
 """,
+    "inside a generator that next() asks": """
+class Engine:
+
+    def __init__(self):
+        self.running, self.count = None, 0
+
+    def run(self, how):
+        self.running = self.turns()
+        try:
+            return how(self.running) if how is not next else next(self.running)
+        except StopIteration as over:
+            self.running = None
+            return over.value
+
+    def turns(self):
+        try:
+            total = yield from self.once()
+            total += yield from self.once()
+        finally:
+            print("over", self.count)
+        return total
+
+    def once(self):
+        done = 0
+        for i in range(3):
+            if i > 7:
+                yield i
+            done += self.turn(i)
+        return done
+
+    def turn(self, i):
+        self.count += 1
+        step()
+        print(self.count, i, self.running.gi_running)
+        return i
+
+engine = Engine()
+begin()
+print(engine.run(next), engine.running)
+""",
+    "inside generators that a loop asks and sends to": """
+def lines(n):
+    with_end = "abc"
+    for i in range(n):
+        got = 0
+        try:
+            step()
+            print("inside", i, got)
+            got = yield i, with_end
+        finally:
+            print("left", i, got)
+
+def through(n):
+    for pair in lines(n):
+        sent = yield pair
+        print("sent", sent)
+
+def sending(n):
+    asked = through(n)
+    print(next(asked))
+    try:
+        for i in range(9):
+            print(asked.send(i))
+    except StopIteration:
+        print("end")
+
+begin()
+sending(5)
+""",
+    "a generator that is asked often": """
+def numbers():
+    n = 0
+    while True:
+        n += 1
+        if n == 20:
+            begin()
+        if n >= 20:
+            step()
+        yield n
+
+asked = numbers()
+def ask():
+    return next(asked), 1
+for i in range(25):
+    print(ask())
+""",
     "what a frame lets go": """
 import weakref
 
@@ -372,7 +458,7 @@ REFUSED = {
     ),
     "a generator": (
         "def f():\n    begin()\n    step()\n    yield 1\nlist(f())\n",
-        "a generator or coroutine",
+        "not asked by for, next() or yield from",
     ),
     "an asynchronous generator": (
         "async def g():\n    yield 1\nx = g()\nbegin()\nstep()\n",

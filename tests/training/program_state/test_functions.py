@@ -7,6 +7,17 @@ import pytest
 from tests.training.program_state.carried import assert_carried, carry
 
 PROGRAMS = {
+    "a class of tuples that is made in the loop": """
+from collections import namedtuple
+pair = made = None
+begin()
+for i in range(5):
+    if i == 0:
+        pair = namedtuple("Pair", "x y")
+    made = [pair(i, made)]
+    step()
+    print(made, type(made[0]) is pair, pair._fields)
+""",
     "closures": """
 def make():
     n = 0

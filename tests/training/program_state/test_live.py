@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
@@ -56,3 +57,18 @@ def test_a_lock_that_another_thread_has_for_a_moment_is_not_taken_from_it(sortin
     thread.join()
     assert not failed
     assert not lock.locked()
+
+
+def test_what_a_logger_would_find_again_is_not_saved(sorting: Sorting) -> None:
+    """Putting back the level of one logger makes all of them forget what they remember."""
+    known, unknown = logging.getLogger("test_live.known"), logging.Logger("test_live.unknown")
+    for one in (known, unknown):
+        one.setLevel(logging.WARNING)
+        assert not one.isEnabledFor(logging.INFO)
+    kind = sorting.kind_of(known)
+    assert kind.content(known)[-1] == {}
+    unknown.level = logging.DEBUG  # nobody told it to forget
+    assert kind.content(unknown)[-1] == {logging.INFO: False}
+    kind.fill(known, kind.content(known))
+    kind.fill(unknown, kind.content(unknown))
+    assert not unknown.isEnabledFor(logging.INFO)

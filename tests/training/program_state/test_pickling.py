@@ -7,6 +7,23 @@ import pytest
 from tests.training.program_state.carried import assert_carried, carry
 
 PROGRAMS = {
+    "objects that are known by their ids": """
+import os, sys
+
+class T:
+    pass
+
+sys.shift = [T() for _ in range(os.getpid() % 61)]  # they lie elsewhere in each process
+things = [T() for _ in range(3)]
+places = {id(one): n for n, one in enumerate(things)}
+seen = {id(one) for one in things}
+begin()
+for i in range(5):
+    places[id(things[i % 3])] += 10
+    seen.discard(id(things[i % 2]))
+    step()
+    print([places[id(one)] for one in things], [id(one) in seen for one in things], len(places))
+""",
     "shared lists and cycles": """
 a = [1]
 a.append(a)

@@ -33,6 +33,12 @@ FOUND = {
     "partial_fit": ("for x in data:\n    model.partial_fit(x)\n", [1]),
     "a state that is carried, with JAX": ("import jax\nfor x in data:\n    state = step(state, x)\n", [2]),
     "a state that is carried, without": ("for x in data:\n    state = step(state, x)\n", []),
+    "an update in place, with JAX": (
+        "from flax import nnx\n@nnx.jit\ndef fit(model, o, x):\n    loss, grads = f(model, x)\n    o.update(model, grads)\n"
+        "for x in data:\n    fit(model, o, x)\n",
+        [6],
+    ),
+    "metrics that are updated": ("import jax\nfor x in data:\n    metrics.update(loss=loss)\n", []),
     "nothing that trains": ("for x in data:\n    print(x)\n", []),
     "over parameters only": ("for p, g in zip(ps, gs):\n    p -= 0.1 * g\n", []),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from sublet.training.scripts.output import PrintedOnce, is_printed_once
 
 
-def printed_by(file: Path, work: Callable[[PrintedOnce], None], *, anew: bool = False) -> str:
+def printed_by(file: Path, work: Callable[[PrintedOnce], None], *, anew: str = "") -> str:
     """By a process whose standard output is a pipe, and which is killed at the end."""
     reads, writes = os.pipe()
     pid = os.fork()
@@ -63,7 +63,22 @@ def test_a_resume_counts_from_where_it_was_saved(tmp_path: Path) -> None:
 def test_anew_all_of_it_is_printed_again(tmp_path: Path) -> None:
     file = tmp_path / "job.printed"
     printed_by(file, lines(1, 3))
-    assert printed_by(file, lines(1, 2), anew=True) == "1\n2\n"
+    assert printed_by(file, lines(1, 2), anew="another") == "1\n2\n"
+
+
+def test_anew_lines_are_left_out_as_long_as_they_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "job.printed"
+
+    def other(output: PrintedOnce) -> None:
+        sys.stdout.write("1\n2\n3 is another\nand 4")
+        output.is_over(forget=True)
+
+    assert printed_by(file, lines(1, 4), anew="one") == "1\n2\n3\n4\n"
+    assert printed_by(file, lines(1, 6), anew="one") == "5\n6\n"
+    assert printed_by(file, other, anew="one") == "3 is another\nand 4"
+    # It failed, or it is another script: whoever starts it sees all of it.
+    assert printed_by(file, lines(1, 2), anew="one") == "1\n2\n"
+    assert printed_by(file, lines(1, 2), anew="two") == "1\n2\n"
 
 
 def test_several_lines_at_once_and_lines_in_pieces(tmp_path: Path) -> None:

@@ -249,6 +249,16 @@ class Anchors:
             return number
         return number if type_name(thing) == self.paths.types[number] else None
 
+    def number_at(self, identity: int) -> int | None:
+        """The number of the object that is known to be there."""
+        number = self.numbers.get(identity)
+        return number if number is not None and id(self._at(number)) == identity else None
+
+    def holds(self, thing: Any) -> bool:
+        """Whether one of its references is ours."""
+        number = self.numbers.get(id(thing))
+        return number is not None and self.things[number] is thing
+
     def _at(self, number: int) -> Any:
         reference = self._loose.get(number)
         return self.things[number] if reference is None else reference()

@@ -62,6 +62,8 @@ class NumpyArrayKind(Kind):
         found: Any
         if root is not thing:
             found = root
+            if root.base is None and thing.size and not thing.dtype.hasobject:
+                BLOCKS[-1].viewed(root, thing, *_bounds(thing))
         elif thing.base is None:
             found = thing.ravel(order="K").tolist() if thing.dtype == object else _place(thing)
         else:  # whose memory it is has to be saved, too
@@ -161,6 +163,7 @@ def _bounds(array: Any) -> tuple[int, int]:
 def _place(array: Any) -> tuple[str, int]:
     low, high = _bounds(array) if array.size else (0, 0)
     name, offset = BLOCKS[-1].place(low, high - low, array)
+    BLOCKS[-1].shows(name, offset, offset + high - low)
     return name, offset
 
 
@@ -287,6 +290,10 @@ def _where(tensor: Any) -> Any:
 def _view(tensor: Any) -> tuple[Any, ...]:
     storage = tensor.untyped_storage()
     name, offset = BLOCKS[-1].place(storage.data_ptr(), storage.nbytes(), storage)
+    if tensor.numel():
+        begins = offset + tensor.storage_offset() * tensor.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        BLOCKS[-1].shows(name, begins, begins + (last + 1) * tensor.element_size())
     return (
         name,
         offset,
@@ -357,8 +364,9 @@ def _lost_graph(numbers: Any, graph: str) -> Any:
                 "--loop LINE",
             )
 
-    anchor = torch.zeros((), requires_grad=True)
-    made = GraphIsGone.apply(anchor, numbers)
+    with torch.inference_mode(False), torch.enable_grad():  # the program may stand where it needs none
+        anchor = torch.zeros((), requires_grad=True)
+        made = GraphIsGone.apply(anchor, numbers)
     made.grad_fn.metadata[_GONE] = graph
     return made
 
@@ -386,7 +394,9 @@ class StorageKind(Kind):
     def bare(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch = torch_here()
         bare = torch.empty(0, dtype=torch.uint8, device=thing.device).set_(thing)
-        return storage_of, (_view(bare),)
+        view = _view(bare)
+        BLOCKS[-1].shows(view[0], view[1], view[1] + thing.nbytes())
+        return storage_of, (view,)
 
     def content(self, thing: Any) -> Any:
         return None

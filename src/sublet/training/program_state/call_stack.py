@@ -3,7 +3,8 @@
 A frame that waits for a call it made is its code, the call it stands at, its variables and the values that
 wait on its stack (the iterator of a `for`, the `__exit__` of a `with`, the left side of a `+`). All of that
 can be read, and a code object that begins by putting it all in its place, and then jumps to that very call,
-is the same frame again. A generator is a frame that waits at a `yield`.
+is the same frame again. A generator is a frame that waits at a `yield`; one that is running is a frame of the
+call stack, whose caller waits for its next member.
 
 Rules of this file:
 - Nothing is guessed. The layout of a frame is known for each version of CPython here and compared with what
@@ -11,10 +12,13 @@ Rules of this file:
 - A call is made again by its own instruction, with another function in the place of the one that was called:
   handlers, `with` blocks and line numbers are those of the original code.
 - A frame made again is read as the original: the code it was made from is known, and by how much it moved.
+- Whoever waits for a generator's next member (`for`, `yield from`, `next`) asks it again, by the same
+  instruction with the same operands: the generator that is made again goes on in the middle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dis
 import functools
@@ -23,13 +27,14 @@ import platform
 import sys
 import types
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sublet.core.errors import BadInput
 from sublet.training.program_state.cpython.code_objects import (
     OPTIMIZED,
+    Analysis,
     analysed,
     made_from,
     numbers_of,
@@ -51,6 +56,8 @@ _OWNED_BY_C = 3
 _HANDLED = (6 if VERSION == (3, 11) else 5) * _WORD
 
 _CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+_GENERATOR, _OTHERS_THAT_SUSPEND = 0x20, 0x80 | 0x200  # coroutines, asynchronous generators
+_OWNED_BY_GENERATOR = 1
 _HAS_ARGS, _HAS_KEYWORDS = 4, 8
 
 
@@ -66,6 +73,11 @@ NOTHING = _Nothing()
 
 class NotResumable(BadInput):
     """The place where the program stands cannot be taken up again."""
+
+    remedy = (
+        "let a function that is called plainly make the step, or say in the script what a step is: run = "
+        "sublet.train(...), for step in run.steps(n)"
+    )
 
 
 @dataclass(slots=True)
@@ -147,18 +159,107 @@ def read(frame: types.FrameType, inner: types.FrameType | None) -> Suspended:
     code, moved = original(frame.f_code)
     analysis = analysed(code)
     at = analysis.instruction(frame.f_lasti - moved)
-    if at.opname not in _CALLS or frame.f_code.co_flags & _SUSPENDS:
-        raise NotResumable(f"{place(frame)} trains inside {_shown(at, frame)}")
-    operands = analysis.depths[at.offset]
-    below = operands + dis.stack_effect(at.opcode, at.arg) - 1
-    # What stands between two frames that were made again is ours, and only passes on.
-    if inner is not None and inner.f_back is frame and called_by_c(inner):
-        _check_passes_on(_stack(frame, operands)[below:], frame, inner)
+    if at.opname == "PRECALL":  # of 3.11, which may make the call by itself
+        at = analysis.after(at)
+    if code.co_flags & _OTHERS_THAT_SUSPEND:
+        raise NotResumable(f"{place(frame)} trains inside a coroutine, which cannot be entered again")
+    if inner is not None and inner.f_code.co_flags & _GENERATOR:
+        stack = _asking(frame, at, analysis, inner)
+    elif at.opname not in _CALLS:
+        raise NotResumable(f"{place(frame)} trains inside an operator, a property or an import ({at.opname})")
+    else:
+        operands = analysis.depths[at.offset]
+        below = operands + dis.stack_effect(at.opcode, at.arg) - 1
+        # What stands between two frames that were made again is ours, and only passes on.
+        if inner is not None and inner.f_back is frame and called_by_c(inner):
+            _check_passes_on(_stack(frame, operands)[below:], frame, inner)
+        stack = _stack(frame, below)
     slots = [] if frame.f_code.co_flags & OPTIMIZED == 0 else _slots(frame)
     for n in analysis.dead_after(at.offset):
         if is_gone_unnoticed(slots[n]):
             slots[n] = NOTHING
-    return Suspended(code, at.offset, slots, _stack(frame, below), frame.f_globals)
+    return Suspended(code, at.offset, slots, stack, frame.f_globals)
+
+
+def _asking(
+    frame: types.FrameType, at: dis.Instruction, analysis: Analysis, inner: types.FrameType
+) -> list[Any]:
+    """The stack of a frame that waits for the next member of a generator, with all operands."""
+    generator, depth = generator_of(inner), analysis.depths[_first_part(at, analysis).offset]
+    if at.opname == "SEND":  # what it sends may be taken from the stack already
+        stack = [*_stack(frame, depth - 1), None]
+        asks = depth > 1 and stack[-2] is generator
+    elif at.opname == "FOR_ITER":
+        stack = _stack(frame, depth)
+        asks = depth > 0 and stack[-1] is generator
+    elif at.opname == "CALL":
+        stack = _stack(frame, depth)
+        called = [o for o in stack[depth - 2 - (at.arg or 0) :] if o is not NOTHING]
+        asks = _asks(called[0], called[1:], generator)
+    else:
+        asks = False
+    if not asks or inner.f_back is not frame:
+        raise NotResumable(
+            f"{place(frame)} trains inside the generator {inner.f_code.co_qualname}, which is not asked by "
+            "for, next() or yield from"
+        )
+    return stack
+
+
+def _first_part(at: dis.Instruction, analysis: Analysis) -> dis.Instruction:
+    """In 3.11 PRECALL is a part of a call."""
+    return analysis.before(at) if VERSION == (3, 11) and at.opname == "CALL" else at
+
+
+def _asks(called: Any, arguments: Sequence[Any], generator: Any) -> bool:
+    kind = types.GeneratorType
+    if called is next or called is kind.send or called is kind.__next__:
+        return bool(arguments) and arguments[0] is generator
+    if type(called) not in (types.BuiltinMethodType, types.MethodWrapperType):
+        return False
+    return called.__self__ is generator and called.__name__ in ("send", "__next__")
+
+
+def generator_of(frame: types.FrameType) -> types.GeneratorType[Any, Any, Any]:
+    """The generator whose frame this is: the frame is a part of it in memory."""
+    at = _address(frame)
+    found: Any = None
+    if frame.f_code.co_flags & _GENERATOR and _byte(at + _OWNER) == _OWNED_BY_GENERATOR:
+        found = ctypes.cast(at - _frame_in_generator(), ctypes.py_object).value
+    if type(found) is not types.GeneratorType or found.gi_frame is not frame:
+        raise NotResumable(f"{place(frame)} its generator is not found")
+    return found
+
+
+@functools.cache
+def _frame_in_generator() -> int:
+    none: tuple[Any, ...] = ()
+    known: Any = (one for one in none)
+    return _address(known.gi_frame) - id(known)
+
+
+#: By the id of a frame of the program that is on the stack: the one that it called.
+_STANDING: dict[int, types.FrameType | None] = {}
+
+
+@contextlib.contextmanager
+def standing(frames: Sequence[types.FrameType]) -> Iterator[None]:
+    """Meanwhile generators that are running are read as frames of this stack, innermost first."""
+    inner: types.FrameType | None = None
+    for frame in frames:
+        _STANDING[id(frame)], inner = inner, frame
+    try:
+        yield
+    finally:
+        _STANDING.clear()
+
+
+def read_running(generator: types.GeneratorType[Any, Any, Any]) -> Suspended | None:
+    """None if it is not on the stack of the program: it runs in another thread."""
+    frame = generator.gi_frame
+    if frame is None or id(frame) not in _STANDING:
+        return None
+    return read(frame, _STANDING[id(frame)])
 
 
 def is_gone_unnoticed(value: Any) -> bool:
@@ -181,15 +282,6 @@ def is_seen_to_end(thing: Any) -> bool:
     if hasattr(cls, "__del__"):
         return True
     return any(type(reference) is not LooseReference for reference in weakref.getweakrefs(thing))
-
-
-_SUSPENDS = 0x20 | 0x80 | 0x200  # generators, coroutines
-
-
-def _shown(at: dis.Instruction, frame: types.FrameType) -> str:
-    if frame.f_code.co_flags & _SUSPENDS:
-        return "a generator or coroutine, which cannot be entered again in the middle"
-    return f"an operator, a property or an import ({at.opname}), not in a call"
 
 
 def _check_passes_on(operands: list[Any], outer: types.FrameType, inner: types.FrameType) -> None:
@@ -261,23 +353,23 @@ def place(frame: types.FrameType) -> str:
 # --- making again -------------------------------------------------------------------------------------------
 
 
-def go_on(stack: list[Suspended], answer: Callable[[], Any]) -> Any:
-    """Run a program on from where its frames wait, innermost first. It waits for `answer`."""
+def go_on(stack: list[Any], answer: Callable[[], Any]) -> Any:
+    """Run a program on from where its frames wait, innermost first. It waits for `answer`. A generator among
+    them is running, and its caller asks it."""
     going = answer
     while stack:  # what a frame holds is held by it alone, so that it can be let go
-        going = resumed(stack.pop(0), going)
+        frame = stack.pop(0)
+        if isinstance(frame, Suspended):
+            going = resumed(frame, going)
+        elif (waits := _WAITING.pop(id(frame), None)) is not None:
+            waits.answer = going
     return going()
 
 
 def resumed(frame: Suspended, answer: Callable[[], Any]) -> Callable[[], Any]:
     """A function that goes on where `frame` waits. `answer` is called in place of the call it waits for."""
-    assert frame.offset is not None
-    analysis = analysed(frame.code)
-    at = analysis.instruction(frame.offset)
-    enters = (
-        analysis.before(at) if VERSION == (3, 11) and at.opname == "CALL" else at
-    )  # PRECALL is a part of it
-    code = _entering(frame, enters.offset, _operands(at, lambda *a, **k: answer()), generator=False)
+    offset, operands = _entrance(frame, answer)
+    code = _entering(frame, offset, operands, generator=False)
     namespace = frame.namespace
     if frame.is_module:
         return lambda: exec(code, namespace)
@@ -286,16 +378,57 @@ def resumed(frame: Suspended, answer: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: function(*arguments, **keywords)
 
 
+def _entrance(frame: Suspended, answer: Callable[[], Any]) -> tuple[int, list[Any]]:
+    """Where to go on, and what that instruction finds on the stack besides what is there."""
+    assert frame.offset is not None
+    analysis = analysed(frame.code)
+    at = analysis.instruction(frame.offset)
+    enters = _first_part(at, analysis)
+    asks_again = len(frame.stack) == analysis.depths[enters.offset]
+    while enters.offset and analysis.before(enters).opname == "EXTENDED_ARG":
+        enters = analysis.before(enters)
+    return enters.offset, [] if asks_again else _operands(at, lambda *a, **k: answer())
+
+
+class _Waits:
+    """In the place of the call that a running generator waits for."""
+
+    answer: Callable[[], Any] | None = None
+
+    def __call__(self) -> Any:
+        answer, self.answer = self.answer, None
+        assert answer is not None, "it goes on with the stack that it is a part of"
+        return answer()
+
+
+#: By the id of a running generator that was made again, until the stack goes on.
+_WAITING: dict[int, _Waits] = {}
+
+
 def made_generator(suspended: Suspended) -> Generator[Any, Any, Any]:
     code = suspended.code
     if suspended.offset is None:
         return _not_begun(suspended)
+    if analysed(code).instruction(suspended.offset).opname != "YIELD_VALUE":
+        return _made_running(suspended)
     made = _entering(suspended, suspended.offset, [None], generator=True)
     arguments, keywords = _placeholders(code)
     generator: Generator[Any, Any, Any] = _function(made, suspended.namespace)(*arguments, **keywords)
     next(generator)  # to the `yield` where it waited
     if suspended.handled is not None:
         _handle(generator, suspended.handled)
+    return generator
+
+
+def _made_running(suspended: Suspended) -> Generator[Any, Any, Any]:
+    """It waits at its beginning to be asked, whatever it is sent, and goes on in the middle."""
+    waits = _Waits()
+    offset, operands = _entrance(suspended, waits)
+    made = _entering(suspended, offset, operands, generator=True, asked=True)
+    arguments, keywords = _placeholders(suspended.code)
+    generator: Generator[Any, Any, Any] = _function(made, suspended.namespace)(*arguments, **keywords)
+    next(generator)
+    _WAITING[id(generator)] = waits
     return generator
 
 
@@ -343,14 +476,22 @@ def _operands(at: dis.Instruction, answer: Callable[..., Any]) -> list[Any]:
     return [*head, *[None] * (at.arg or 0), *([()] if at.opname == "CALL_KW" else [])]
 
 
-def _entering(frame: Suspended, offset: int, operands: list[Any], *, generator: bool) -> types.CodeType:
-    """The frame's code, with a beginning that puts everything in its place and goes to `offset`."""
+def _entering(
+    frame: Suspended, offset: int, operands: list[Any], *, generator: bool, asked: bool = False
+) -> types.CodeType:
+    """The frame's code, with a beginning that puts everything in its place and goes to `offset`. `asked`: a
+    generator's beginning waits once."""
     code = frame.code
     values: list[Any] = []
     beginning = bytearray()
     if generator:
         beginning += _instruction("RETURN_GENERATOR") + _instruction("POP_TOP")
     beginning += _instruction("RESUME")
+    if asked:
+        nothing = _instruction("LOAD_CONST", len(code.co_consts) + 1)
+        beginning += (
+            nothing + _instruction("YIELD_VALUE") + _instruction("RESUME", 1) + _instruction("POP_TOP")
+        )
     given = code.co_argcount + code.co_kwonlyargcount
     given += bool(code.co_flags & _HAS_ARGS) + bool(code.co_flags & _HAS_KEYWORDS)
     take = _call_without_arguments(len(code.co_consts))
@@ -371,7 +512,7 @@ def _entering(frame: Suspended, offset: int, operands: list[Any], *, generator: 
     made = code.replace(
         co_code=bytes(beginning) + code.co_code,
         # Taken one by one: nothing is held longer than the frame needs it.
-        co_consts=(*code.co_consts, values.pop),
+        co_consts=(*code.co_consts, values.pop, None),
         co_exceptiontable=_moved(code.co_exceptiontable, len(beginning) // 2),
         co_linetable=_without_lines(len(beginning) // 2) + code.co_linetable,
         co_stacksize=code.co_stacksize + len(frame.stack) + len(operands) + 4,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sublet.training.program_state.cpython.code_objects import slot_names
-from sublet.training.program_state.functions import code_of
+from sublet.training.program_state.functions import ASKED_WHEN_MADE, code_of
 
 _MOST_DIFFERENCES = 200
 _GENERATORS = {"random": "Python", "numpy": "NumPy", "torch": "torch"}
@@ -112,8 +112,12 @@ class _InertUnpickler(pickle.Unpickler):
     def persistent_load(self, number: Any) -> Any:
         if isinstance(number, str):
             return self.find_class(number, "__dict__")
-        if isinstance(number, tuple):  # a constant, or a number that is none
-            return number
+        if isinstance(number, tuple):
+            if len(number) == 1:
+                return f"(the id of object {number[0]})"
+            first, second = number
+            # A constant, which may be the name of the module of a class; or a number that is none.
+            return f"({first}.{second})" if isinstance(first, str) else number
         if number not in self._numbered:
             self._numbered[number] = _numbered(number)
         return self._numbered[number]
@@ -259,9 +263,11 @@ class _Comparison:
                 yield _Pair(f"{path}{name}", before[at], now[at])
         elif kind == "NumpyArrayKind":
             yield from self._array(path, before, now)
-        elif kind in ("PythonRandomKind", "BitGeneratorKind", "RandomStateKind", "DeviceGeneratorKind"):
-            if _plain(before) != _plain(now):
-                yield Difference(path, "one random state", "another", "random")
+        elif kind in ("PythonRandomKind", "BitGeneratorKind"):  # what it has besides may be arrays
+            yield from self._random(path, before[0], now[0])
+            yield _Pair(f"{path}.seed_seq" if kind == "BitGeneratorKind" else path, before[1], now[1])
+        elif kind in ("RandomStateKind", "DeviceGeneratorKind"):
+            yield from self._random(path, before, now)
         elif kind == "FunctionKind":
             if (before[4] is None) != (now[4] is None) or (now[4] and not _same_code(before[4], now[4])):
                 yield Difference(path, "one function", "another", "structure")
@@ -269,7 +275,7 @@ class _Comparison:
                 if of is not None:
                     yield _Pair(f"{path}{of}", before[at], now[at])
         elif kind == "ClassKind":
-            yield _Pair(path, before[0], now[0])
+            yield _Pair(path, _as_made(before[0]), _as_made(now[0]))
             yield _Pair(f"{path}.__bases__", before[1], now[1])
             yield _Pair(f"{path} (registered)", before[2], now[2])
         elif kind == "WorkersIteratorKind":
@@ -278,6 +284,10 @@ class _Comparison:
             yield _Pair(path, dict(sorted(before.items())), dict(sorted(now.items())))
         else:
             yield _Pair(path, before, now)
+
+    def _random(self, path: str, before: Any, now: Any) -> Iterator[Difference]:
+        if _plain(before) != _plain(now):
+            yield Difference(path, "one random state", "another", "random")
 
     def _workers(self, path: str, before: Any, now: Any) -> Iterator[_Pair | Difference]:
         """A DataLoader's workers: each has a state of its own, taken in its process."""
@@ -388,7 +398,10 @@ class _Comparison:
             if name in now["modules"]:
                 yield _Pair("" if name == "__main__" else name, module, now["modules"][name])
         for old, new in zip(before["stack"], now["stack"], strict=True):
-            yield from self._suspended("the call stack", old, new)
+            if isinstance(old, tuple) and isinstance(new, tuple):
+                yield from self._suspended("the call stack", old, new)
+            else:
+                yield _Pair("the call stack", old, new)
         yield _Pair("(installed modules)", before["foreign"], now["foreign"])
         for name, old in before["process"].items():
             new = now["process"][name]
@@ -409,6 +422,12 @@ class _Comparison:
 
     def _differ(self, path: str, before: Any, now: Any, sort: str) -> Difference:
         return Difference(path or "the program", _short(before), _short(now), sort)
+
+
+def _as_made(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Of a class that is made anew: what its making looks at is put in last."""
+    last = [name for name in attributes if name in ASKED_WHEN_MADE]
+    return {name: attributes[name] for name in [*(n for n in attributes if n not in last), *sorted(last)]}
 
 
 def _without_chance(saved: dict[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,15 @@ def installed_name(thing: Any, is_own: IsOwn) -> bool:
     return found is thing
 
 
+def other_name(cls: type, is_own: IsOwn) -> tuple[str, str] | None:
+    """How an installed module gives a class that says another name of itself, as compiled ones do."""
+    module, name = cls.__module__, cls.__qualname__.rpartition(".")[2]
+    if not isinstance(module, str) or module == "__main__" or is_own(module):
+        return None
+    there = sys.modules.get(module)
+    return (module, name) if there is not None and vars(there).get(name) is cls else None
+
+
 _code_bytes: dict[int, tuple[types.CodeType, bytes]] = {}
 
 
@@ -281,7 +290,7 @@ class ClassKind(Kind):
             raise Unknown(thing, f"a class that {type(thing).__qualname__} made after the loop began")
         own: dict[str, Any] = {"__module__": thing.__module__, "__qualname__": thing.__qualname__}
         # The others are in their places already: attributes of a class are in the order of their making.
-        names = [name for name in self.content(thing)[0] if name not in _ASKED_WHEN_MADE]
+        names = [name for name in self.content(thing)[0] if name not in ASKED_WHEN_MADE]
         own |= {name: vars(thing)[name] if name == "__slots__" else None for name in names}
         return bare_class, (type(thing), thing.__name__, thing.__bases__, own)
 
@@ -304,7 +313,7 @@ class ClassKind(Kind):
 
 
 #: What the making of a class looks at.
-_ASKED_WHEN_MADE = frozenset(("__init_subclass__", "__classcell__", "__new__", "__hash__"))
+ASKED_WHEN_MADE = frozenset(("__init_subclass__", "__classcell__", "__new__", "__hash__"))
 
 
 def _registered(cls: type) -> list[type]:
@@ -360,12 +369,15 @@ class GeneratorKind(Kind):
 
 
 def _read(generator: types.GeneratorType[Any, Any, Any]) -> call_stack.Suspended:
-    if generator.gi_running:
-        raise Unknown(generator, "a generator that is running")
     try:
-        return call_stack.read_generator(generator)
+        if not generator.gi_running:
+            return call_stack.read_generator(generator)
+        running = call_stack.read_running(generator)
     except call_stack.NotResumable as error:
         raise Unknown(generator, error.message) from error
+    if running is None:
+        raise Unknown(generator, "a generator that is running in another thread")
+    return running
 
 
 def suspended_as_parts(suspended: call_stack.Suspended) -> tuple[Any, ...]:
@@ -524,7 +536,8 @@ def kind_of_function(thing: Any, is_own: IsOwn) -> Kind | None:
             return MADE_MODULE
         return NAMED if thing.__name__ in sys.modules else UNSAVEABLE
     if issubclass(cls, type):
-        return NAMED if _is_builtin(thing) or installed_name(thing, is_own) else CLASS
+        is_named = _is_builtin(thing) or installed_name(thing, is_own) or other_name(thing, is_own)
+        return NAMED if is_named else CLASS
     if issubclass(cls, types.FunctionType):
         return NAMED if installed_name(thing, is_own) else FUNCTION
     if issubclass(cls, types.BuiltinFunctionType):

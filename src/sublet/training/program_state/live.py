@@ -206,7 +206,7 @@ class LoggerKind(Kind):
             thing.propagate,
             thing.disabled,
             disabled,
-            dict(vars(thing)["_cache"]),  # of a logger that nobody knows it is never cleared
+            _stale(thing),
         )
 
     def bare(self, thing: logging.Logger) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -218,7 +218,8 @@ class LoggerKind(Kind):
     @staticmethod
     def fill(thing: logging.Logger, content: Any) -> None:
         level, thing.handlers[:], thing.filters[:], thing.propagate, thing.disabled, disabled, seen = content
-        thing.setLevel(level)
+        if thing.level != level:
+            thing.setLevel(level)  # what every logger remembers is forgotten
         vars(thing)["_cache"].clear()
         vars(thing)["_cache"].update(seen)
         if disabled is not None:
@@ -227,6 +228,13 @@ class LoggerKind(Kind):
         for handler in thing.handlers:
             if id(handler) not in known:
                 vars(logging)["_addHandlerRef"](handler)  # flushed when the process ends
+
+
+def _stale(thing: logging.Logger) -> dict[int, bool]:
+    """What it remembers of levels and would not find again: of a logger that nobody knows it is never
+    cleared. The rest is found again when it is asked for."""
+    least, off = thing.getEffectiveLevel(), thing.manager.disable
+    return {at: on for at, on in vars(thing)["_cache"].items() if on != (at >= least and at > off)}
 
 
 def loggers(is_own: Callable[[str], bool]) -> list[logging.Logger]:

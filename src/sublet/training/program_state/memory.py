@@ -25,6 +25,8 @@ from sublet.core.errors import BadInput
 
 #: A block of at least this size is compared with what it was when the loop began.
 LARGE_BYTES = 1 << 20
+#: The references to a viewed array that are ours: of its record, of its block (two), of the call that counts.
+_OURS = 4
 
 
 def numpy_here() -> Any:
@@ -72,6 +74,18 @@ class MemoryBlock:
 
 
 @dataclass(slots=True)
+class ViewedArray:
+    """An array that owns its memory, and what its views show of it."""
+
+    root: Any
+    shown: dict[int, tuple[int, int, bool]] = field(default_factory=dict)  # by id of the view
+
+    @property
+    def holders(self) -> int:
+        return sum(holds for _, _, holds in self.shown.values())
+
+
+@dataclass(slots=True)
 class Blocks:
     """The blocks that one taking finds. Their names last from one taking to the next."""
 
@@ -81,8 +95,11 @@ class Blocks:
     _addresses: list[int] = field(default_factory=list)
     _by_address: dict[int, MemoryBlock] = field(default_factory=dict)
     count: int = 0
+    _viewed: dict[int, ViewedArray] = field(default_factory=dict)
+    _shown: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # of blocks that tensors show
 
     def begin(self) -> None:
+        self._viewed, self._shown = {}, {}
         self.found, self._addresses, self._by_address = {}, [], {}
 
     def named(self, address: int, size: int, name: str) -> None:
@@ -100,6 +117,28 @@ class Blocks:
             if start <= address and address + size <= start + length:
                 return self._add(start, length, whole).name, address - start
         return self._add(address, size, owner).name, 0
+
+    def viewed(self, root: Any, view: Any, low: int, high: int) -> None:
+        known = self._viewed.setdefault(id(root), ViewedArray(root))
+        known.shown[id(view)] = (low, high, view.base is root)
+
+    def shows(self, name: str, low: int, high: int) -> None:
+        """Of a block, by a tensor. A block that is named here by all who have it is not seen as a whole."""
+        if high > low:
+            self._shown.setdefault(name, set()).add((low, high))
+
+    def shown(self, held_by_us: Callable[[Any], bool]) -> dict[str, list[list[int]]]:
+        """What the program sees of blocks that it does not see as a whole: begin and end of each part. What
+        lies beside it may be memory that nobody ever wrote, and is not compared."""
+        found = {name: _merged(parts) for name, parts in self._shown.items()}
+        for one in self._viewed.values():
+            block = self._by_address.get(one.root.__array_interface__["data"][0])
+            if block is None or block.keeps is not one.root or block.size != one.root.nbytes:
+                continue
+            if sys.getrefcount(one.root) == one.holders + held_by_us(one.root) + _OURS:
+                parts = {(low - block.address, high - block.address) for low, high, _ in one.shown.values()}
+                found[block.name] = _merged(parts)
+        return {name: parts for name, parts in found.items() if parts != [[0, self.found[name].size]]}
 
     def _around(self, address: int, size: int) -> MemoryBlock | None:
         at = bisect.bisect_right(self._addresses, address)
@@ -128,6 +167,16 @@ class Blocks:
         return block
 
 
+def _merged(parts: set[tuple[int, int]]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for low, high in sorted(parts):
+        if found and low <= found[-1][1]:
+            found[-1][1] = max(high, found[-1][1])
+        else:
+            found.append([low, high])
+    return found
+
+
 def bytes_at(address: int, size: int, owner: Any) -> Any:
     torch = torch_here()
     if torch is not None and isinstance(owner, torch.UntypedStorage) and owner.device.type != "cpu":
@@ -143,8 +192,12 @@ def on_host(holder: Any) -> Any:
     return holder.cpu().numpy() if hasattr(holder, "untyped_storage") else holder
 
 
-def digest_of_holder(holder: Any) -> str:
-    return digest_of(memoryview(on_host(holder)))
+def digest_of_holder(holder: Any, shown: list[list[int]] | None = None) -> str:
+    """`shown`: only these parts of it count."""
+    memory = memoryview(on_host(holder))
+    if shown is None:
+        return digest_of(memory)
+    return " ".join(digest_of(memory[low:high]) for low, high in shown)
 
 
 class LargeBlocks:

@@ -36,6 +36,7 @@ from sublet.training.program_state.arrays import (
 from sublet.training.program_state.call_stack import NotResumable, is_seen_to_end
 from sublet.training.program_state.cpython.set_order import SetLayout
 from sublet.training.program_state.kinds import (
+    NAMED,
     OF_THE_PROCESS,
     REDUCED,
     UNSAVEABLE,
@@ -56,6 +57,8 @@ from sublet.training.program_state.sorting import DICT, LIST, SET, Sorting
 
 #: How often a taking may begin again because it learned something.
 _MOST_TRIES = 60
+#: A number above may be the `id` of an object, which is another one in the next process.
+_LEAST_ADDRESS = 1 << 32
 #: How the roots name the script's own variables.
 _OF_THE_SCRIPT = "modules['__main__']."
 Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -82,6 +85,7 @@ class Taken:
     blocks: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)  # blocks that are not saved, and their digests
+    shown: dict[str, list[list[int]]] = field(default_factory=dict)  # the parts of a block that count
 
 
 class Taking:
@@ -115,7 +119,7 @@ class Taking:
         BLOCKS.append(self._blocks)
         try:
             pickler.dump(roots)
-            done = 0
+            done, things = 0, list[tuple[int, Any]]()
             while done < len(pickler.needed):
                 things = pickler.needed[done:]
                 done += len(things)
@@ -132,12 +136,14 @@ class Taking:
             raise Unknown(pickler.last, f"{type(error).__name__}: {error}") from error
         finally:
             BLOCKS.pop()
+        del pickler, things  # they hold what was met
         found = self._blocks.found
         return Taken(
             written.getvalue(),
             recipes,
             {name: block.holder for name, block in found.items()},
             {name: block.size for name, block in found.items()},
+            shown=self._blocks.shown(self._anchors.holds),
         )
 
     def _content(self, thing: Any) -> tuple[Any, Any]:
@@ -202,6 +208,9 @@ class _ProgramPickler(pickle.Pickler):
             cls = type(thing)
             if cls is str:
                 return functions.name_of_constant(thing)
+            if cls is int and thing > _LEAST_ADDRESS:  # what an object is known by in a dict of some library
+                known = self._anchors.number_at(thing)
+                return None if known is None else (known,)
             if cls is float and thing != thing:  # equal to nothing, found by being that one
                 return self._nans.setdefault(id(thing), (len(self._nans), struct.pack("<d", thing)))
             if cls is frozenset and len(thing) > 1 and id(thing) not in self._met_frozen:
@@ -222,8 +231,11 @@ class _ProgramPickler(pickle.Pickler):
 
     def reducer_override(self, thing: Any) -> Any:
         self.last = thing
-        if isinstance(thing, (HashedMembers, SetLayout)):
-            return type(thing), tuple(getattr(thing, field.name) for field in fields(thing))
+        if isinstance(thing, HashedMembers):
+            return HashedMembers, tuple(getattr(thing, field.name) for field in fields(thing))
+        if isinstance(thing, SetLayout):  # hashes are what they were then, also those of ids
+            hashes = " ".join(map(str, thing.hashes))
+            return set_layout, (thing.mask, thing.finger, thing.places, hashes, thing.left)
         kind = self._sorting.kind_of(thing)
         if issubclass(type(thing), types.ModuleType) and kind is not functions.MADE_MODULE:
             return functions.module_named, (thing.__name__,)
@@ -231,6 +243,8 @@ class _ProgramPickler(pickle.Pickler):
             return functions.code_of, (functions.code_as_bytes(thing),)
         if functions.is_unnamed_builtin(thing):
             return functions.unnamed_builtin, (thing.__name__,)
+        if kind is NAMED and isinstance(thing, type) and (name := self._other_name(thing)):
+            return functions.sentinel_named, name
         if kind is functions.GENERATOR:
             return functions.generator_from, (functions.GENERATOR.content(thing),)
         if kind is functions.METHOD:
@@ -258,6 +272,16 @@ class _ProgramPickler(pickle.Pickler):
         function, arguments = how_made(kind, thing)
         return function, arguments, kind.content(thing), None, None, kind.fill
 
+    def _other_name(self, cls: type) -> tuple[str, str] | None:
+        is_own = self._sorting.is_own
+        return None if functions.installed_name(cls, is_own) else functions.other_name(cls, is_own)
+
+
+def set_layout(
+    mask: int, finger: int, places: tuple[int, ...], hashes: str, left: tuple[int, ...]
+) -> SetLayout:
+    return SetLayout(mask, finger, places, tuple(map(int, hashes.split())), left)
+
 
 def is_filled(kind: Kind) -> bool:
     return type(kind).content is not Kind.content
@@ -281,6 +305,10 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(number, str):
             return functions.namespace_of(number)
         if isinstance(number, tuple):
+            if len(number) == 1:
+                with contextlib.suppress(NotResumable):
+                    return id(self._things(number[0]))
+                return -number[0]  # nothing leads to that object any more
             first, second = number
             if isinstance(first, str):
                 return functions.sentinel_named(first, second)

@@ -14,12 +14,14 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import CO_GENERATOR
 from typing import Any
 
 from sublet.training.program_state import call_stack, functions
 from sublet.training.program_state.anchors import Anchors, Paths, UnknownPart
-from sublet.training.program_state.call_stack import NotResumable, Suspended
+from sublet.training.program_state.call_stack import NotResumable
 from sublet.training.program_state.cpython import code_objects
+from sublet.training.program_state.jax_traces import TRACE_STATE, is_trace_state
 from sublet.training.program_state.kinds import Edge, Kind, Parts
 from sublet.training.program_state.live import loggers
 from sublet.training.program_state.loader_workers import (
@@ -96,7 +98,11 @@ class Program:
         self._is_own = is_own
         self._ends_at = ends_at
         self._sorting = Sorting(is_own)
-        self._sorting.further += [(is_workers_iterator, WORKERS_ITERATOR), *further]
+        self._sorting.further += [
+            (is_workers_iterator, WORKERS_ITERATOR),
+            (is_trace_state, TRACE_STATE),
+            *further,
+        ]
         self._namespace_kind = NamespaceKind()
         self._foreign = ForeignVariables(is_own)
         self._environment = dict(os.environ)
@@ -111,12 +117,13 @@ class Program:
         modules = self._modules()
         self._anchors.namespaces(self._namespace_kind, [vars(module) for module in modules.values()])
         roots = list(self._roots(frame, modules))
-        if found is None:
-            self._anchors.walk(roots)
-        else:
-            self._sorting.ask_themselves = set(found["ask"])
-            self._anchors.paths = Paths(*(list(column) for column in found["paths"]))
-            self._anchors.follow(roots)
+        with call_stack.standing(self.frames(frame)):
+            if found is None:
+                self._anchors.walk(roots)
+            else:
+                self._sorting.ask_themselves = set(found["ask"])
+                self._anchors.paths = Paths(*(list(column) for column in found["paths"]))
+                self._anchors.follow(roots)
         self._foreign.begin()
         self._taking = Taking(self._sorting, self._anchors)
         return self._anchors.unknown
@@ -192,15 +199,23 @@ class Program:
             at = at.f_back
         return found
 
-    def stack(self, frame: types.FrameType) -> list[Suspended]:
-        found: list[Suspended] = []
+    def stack(self, frame: types.FrameType) -> list[Any]:
+        """Innermost first: frames as parts, and generators that are running."""
+        found: list[Any] = []
         inner: types.FrameType | None = None
         for at in self.frames(frame):
-            found.append(call_stack.read(at, inner))
+            if at.f_code.co_flags & CO_GENERATOR:
+                found.append(call_stack.generator_of(at))
+            else:
+                found.append(functions.suspended_as_parts(call_stack.read(at, inner)))
             inner = at
         return found
 
     def take(self, frame: types.FrameType) -> Taken:
+        with call_stack.standing(self.frames(frame)):
+            return self._take(frame)
+
+    def _take(self, frame: types.FrameType) -> Taken:
         assert self._taking is not None, "it has begun"
         self._anchors.loosen()
         self._anchors.let_go()
@@ -210,7 +225,7 @@ class Program:
         self._anchors.namespaces(self._namespace_kind, [vars(module) for module in modules.values()])
         taken = self._taking.take(
             {
-                "stack": [functions.suspended_as_parts(suspended) for suspended in self.stack(frame)],
+                "stack": self.stack(frame),
                 "modules": {name: vars(module) for name, module in modules.items()},
                 "made": self._made_modules(),
                 "finalizers": finalizers(self._is_own),
@@ -256,6 +271,6 @@ class Program:
         self._anchors.loosen()
         self._foreign.put(roots["foreign"])
         put_process(roots["process"], self._environment)
-        stack = [functions.suspended_from(parts) for parts in roots["stack"]]
+        stack = [functions.suspended_from(one) if isinstance(one, tuple) else one for one in roots["stack"]]
 
         return lambda answer: call_stack.go_on(stack, answer)

@@ -31,10 +31,13 @@ _SIGNS = (
     ({"backward"}, "its body calls backward()"),
     ({"descent"}, "its body descends: w -= rate * gradient"),
     ({"partial_fit"}, "its body calls partial_fit()"),
+    ({"updates"}, "its body updates by gradients: optimizer.update(grads)"),
     ({"carried"}, "its body makes a new state from the old one: state = step(state, batch)"),
 )
 #: Carrying a state through a function is how JAX trains, and how much else is done.
-_ONLY_WITH = {"carried": ("jax", "flax", "optax")}
+_JAX = ("jax", "flax", "optax", "equinox")
+_ONLY_WITH = {"updates": _JAX, "carried": _JAX}
+_UPDATING = ("update", "apply_gradients", "apply_updates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,8 @@ class _LoopFinder:
             if isinstance(inside, ast.Call) and isinstance(inside.func, ast.Attribute):
                 if inside.func.attr in ("backward", "step", "partial_fit"):
                     found.add(inside.func.attr)
+                elif inside.func.attr in _UPDATING and any("grad" in name for name in _given_names(inside)):
+                    found.add("updates")
             elif (target := _descent(inside)) is not None and not _over_parameters(inside, target, node):
                 found.add("descent")
             elif isinstance(inside, ast.Assign) and _carries(inside):
@@ -274,6 +279,13 @@ def _carries(statement: ast.Assign) -> bool:
     bound = set[str]().union(*(_names(target) for target in statement.targets))
     given = [*statement.value.args, *(keyword.value for keyword in statement.value.keywords)]
     return any(isinstance(value, ast.Name) and value.id in bound for value in given)
+
+
+def _given_names(call: ast.Call) -> set[str]:
+    """Of its arguments, by position or by keyword."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    named = {keyword.arg for keyword in call.keywords if keyword.arg}
+    return {value.id for value in given if isinstance(value, ast.Name)} | named
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -98,16 +98,25 @@ def run_to_the_end(
     # One that failed behind a library's loop goes on from its last save: there is no place to save it at now.
     done = done and (code == 0 or run.step == run.committed)
     try:
-        if done and run.step:  # else there is nothing to commit, and it was done as it is
+        if done and run.step:
             run.finish()
             if code == 0 and run.committed:
                 run.mark(FINISHED)
+        elif done and code == 0:
+            finish_as_one(run)
         run.close(finished=done)
     except Preempted as leaving:
         leave_process(int(leaving.code or 0))
     except SubletError as error:
         fail(error)
     return code
+
+
+def finish_as_one(run: Run) -> None:
+    """No step was seen, and it was done as it is: started again, it is not to do all of it twice."""
+    with contextlib.suppress(SubletError):  # what could not be committed is done anew
+        run.save(as_one=True)
+        run.mark(FINISHED)
 
 
 def end_process(code: int) -> NoReturn:

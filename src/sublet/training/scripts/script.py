@@ -47,10 +47,13 @@ from sublet.training.scripts.identity import changes, digest_of_identity, identi
 from sublet.training.scripts.importing import OwnModules
 from sublet.training.scripts.output import PrintedOnce
 from sublet.training.scripts.rehearsal import RehearsalPlan, RememberedVersion, Repetition, judged
+from sublet.training.scripts.tracing import is_traced
 
 FORMAT = 2
 #: Before a deadline a process that has not come to the end of its step is ended without it.
 MARGIN_SECONDS = 1.0
+#: A script in which no loop was found is told so after this, if no step of a library was seen either.
+TOLD_AFTER_SECONDS = 20.0
 #: Numbers that came out differently are repeated so often before they are taken for lost.
 MOST_TIMES = 2
 
@@ -110,6 +113,7 @@ class Script:
         self._frame: FrameType | None = None  # of the script, while a state may be taken
         self._inside = False  # a training loop of the script's own
         self.is_over = False  # it was saved at its end: nothing is left to be done
+        self._was_told = False  # that nothing is saved
         self._output: PrintedOnce | None = None
         self._files: FileHistory | None = None
         self._positions: list[tuple[int, int]] = []  # step, and position in the history of the files
@@ -127,9 +131,33 @@ class Script:
             self._around.say(words)
         history.watch()
 
+    def says_if_no_step_comes(self) -> None:
+        """Whoever waits for a save is to know early that there will be none."""
+        threading.Thread(target=self._look_for_steps, name="sublet-looks", daemon=True).start()
+
+    def cannot_save(self, why: str) -> None:
+        """A library begins to train what cannot be saved. Said once, and only if nothing else is saved."""
+        if self._program is None and self._saved is None and not self._was_told:
+            self._was_told = True
+            self._around.say(
+                f"{why}. Nothing is saved until a training loop of the script begins: a start begins anew, "
+                "with its files as they were"
+            )
+
+    def _look_for_steps(self) -> None:
+        time.sleep(TOLD_AFTER_SECONDS)
+        if self._program is None and self._saved is None and not self._was_told:
+            self._was_told = True
+            self._around.say(
+                f"no training step was seen in the first {TOLD_AFTER_SECONDS:.0f} s. Until one is, nothing "
+                "is saved, and a start begins anew with its files as they were; --loop LINE names a loop of "
+                "the script"
+            )
+
     def prints_once(self, file: Path) -> None:
         """From now on, what the script prints is counted; `file` remembers how much it was."""
-        self._output = PrintedOnce(file, anew=self._saved is None)
+        anew = digest_of_identity(self._identity_now()) if self._saved is None else ""
+        self._output = PrintedOnce(file, anew=anew)
 
     @property
     def run(self) -> Run:
@@ -140,16 +168,20 @@ class Script:
 
     def begin(self) -> None:
         """A training loop begins."""
+        if is_traced():
+            return
         self._arrive(sys._getframe(1))
         self._inside = True
 
     def step(self) -> None:
         """A turn has come to its end."""
-        if self._program is not None and sys.exc_info()[0] is None:
+        if self._program is not None and sys.exc_info()[0] is None and not is_traced():
             self._between_steps(sys._getframe(1))
 
     def after(self) -> None:
         """All loops around a training loop are behind: what follows may take long, so everything is saved."""
+        if is_traced():
+            return
         self._inside = False
         if self._program is None or sys.exc_info()[0] is not None:
             return
@@ -386,7 +418,8 @@ class Script:
         return StateToCompare(bytes(tree["data"]), self._digests(tree).get, self._words)
 
     def _digests(self, tree: Any) -> dict[str, str]:
-        digests = {name: digest_of_holder(block) for name, block in tree["blocks"].items()}
+        shown = tree.get("shown", {})
+        digests = {name: digest_of_holder(block, shown.get(name)) for name, block in tree["blocks"].items()}
         return {**digests, **tree["same"]}
 
     def _words(self, number: int) -> str:
@@ -410,6 +443,7 @@ class Script:
             "blocks": taken.blocks,
             "sizes": taken.sizes,
             "same": taken.same,
+            "shown": taken.shown,
             "began": self._began,
             "identity": self._identity_now(),
             "inside": self._inside,
@@ -493,10 +527,13 @@ class Script:
         """One that failed goes on at its last save, with files as they were then."""
         if self._files is not None and code == 0:
             self._files.clear()
+        if self._output is not None:
+            self._output.is_over(forget=self._program is None and code != 0)
         if self._program is None:
+            then = "is finished" if code == 0 else "begins anew, with its files as they were"
             self._around.say(
-                "no training step was seen, so nothing was saved: started again, it begins anew. --loop LINE "
-                "names a loop of the script"
+                f"no training step was seen, so nothing was saved on the way: started again, it {then}. "
+                "--loop LINE names a loop of the script"
             )
 
 

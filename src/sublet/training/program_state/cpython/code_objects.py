@@ -86,6 +86,9 @@ class Analysis:
     def before(self, at: dis.Instruction) -> dis.Instruction:
         return self.instructions[self._number[at.offset] - 1]
 
+    def after(self, at: dis.Instruction) -> dis.Instruction:
+        return self.instructions[self._number[at.offset] + 1]
+
     def _next(self, at: dis.Instruction) -> list[int]:
         """Where it may go on."""
         found = []
