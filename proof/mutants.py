@@ -310,7 +310,7 @@ MUTANTS = (
         "    threading.Condition: ConditionKind(),\n", "",
         "tests/training/program_state/test_live.py::test_who_waits_for_a_condition_goes_on_waiting"),
     one("a resume that came out differently goes on", "X2", "training/loop.py",
-        "        if found:\n            more =", "        if not found:\n            more =",
+        "        if found:\n            raise resume_differs", "        if not found:\n            raise resume_differs",
         SHIM + "test_state_that_nobody_can_save_is_found_by_the_rehearsal"),
     one("what differs is not repeated once more", "X2", "training/scripts/script.py",
         "            if earlier is None:\n", "            if False:\n", SHIM + "test_what_differs_by_itself_is_named_and_left_out"),
