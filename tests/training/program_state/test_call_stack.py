@@ -10,6 +10,58 @@ from sublet.training.program_state.call_stack import NOTHING, Suspended, analyse
 from tests.training.program_state.carried import assert_carried, carry
 
 PROGRAMS = {
+    "a traceback and callers, without frames of ours": """
+import sys, traceback, warnings
+class Stop(Exception): pass
+def inner(log):
+    begin()
+    for n in range(6):
+        log.append(n)
+        step()
+        names, at = [], sys._getframe()
+        while at.f_code.co_name != '<module>':
+            names.append(at.f_code.co_name)
+            at = at.f_back
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter('always')
+            warnings.warn('now', stacklevel=3)
+        print(names, told[0].filename, told[0].lineno)
+        if n == 4:
+            raise Stop(n)
+def keywords_only(*, log):
+    inner(log)
+class Runner:
+    def __call__(s, log, more=()):
+        keywords_only(log=log)
+def no_variables():
+    Runner()([], more=(1, 2))
+def outer(*rest, **options):
+    try:
+        no_variables(*())
+    except Stop:
+        print(traceback.format_exc())
+outer(1, 2, k=3)
+""",
+    "what a function held when the loop began is gone when it holds something else": """
+import weakref
+class T:
+    n = 1
+def go(parts):
+    t, told = T(), []
+    r, p = weakref.ref(t, told.append), weakref.proxy(t)
+    for k in [1, 2]:
+        begin()
+        for n in range(6):
+            p.n = t.n * 3 % 31
+            if n % 2 == 1:
+                t = T()
+                print(r() is None, len(told))
+                r, p = weakref.ref(t, told.append), weakref.proxy(t)
+            step()
+            print(n, r().n)
+        break
+go([])
+""",
     "arguments that are deleted": """
 def f(a, b=2):
     for i in range(5):

@@ -15,15 +15,17 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dis
 import functools
+import gc
 import opcode
 import platform
 import sys
 import types
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +139,20 @@ def _slots(frame: types.FrameType) -> list[Any]:
     return [_object(at + _WORD * n) for n in range(len(slot_names(frame.f_code)))]
 
 
+def variables(frame: types.FrameType) -> Iterator[tuple[str, Any]]:
+    """Those of a function that are bound. To ask for `f_locals` would keep what they hold now for as long as
+    the frame is there, which a program sees by its weak references."""
+    code = frame.f_code
+    if code.co_flags & OPTIMIZED:
+        in_cells = {*code.co_cellvars, *code.co_freevars}
+        for name, value in zip(slot_names(code), _slots(frame), strict=True):
+            if isinstance(value, types.CellType) and name in in_cells:
+                with contextlib.suppress(ValueError):
+                    yield name, value.cell_contents
+            elif value is not NOTHING:
+                yield name, value
+
+
 def _stack(frame: types.FrameType, depth: int) -> list[Any]:
     at = _address(frame) + _SLOTS + _WORD * len(slot_names(frame.f_code))
     return [_object(at + _WORD * n) for n in range(depth)]
@@ -162,8 +178,25 @@ def read(frame: types.FrameType, inner: types.FrameType | None) -> Suspended:
 
 
 def is_gone_unnoticed(value: Any) -> bool:
-    """Whether nobody sees that a variable that is never read again holds it no longer."""
-    return not issubclass(type(value), type) and not is_seen_to_end(value)
+    """Whether nobody sees that a variable that is never read again holds it no longer, nor what it leads to."""
+    if issubclass(type(value), type):
+        return False
+    met, waiting = {id(value)}, [value]
+    while waiting:
+        thing = waiting.pop()
+        if is_seen_to_end(thing) or len(met) > _MOST_LOOKED_AT:
+            return False
+        if not issubclass(type(thing), _LEADING_FAR):
+            space = thing.__globals__ if issubclass(type(thing), types.FunctionType) else None
+            found = [held for held in gc.get_referents(thing) if id(held) not in met and held is not space]
+            met.update(map(id, found))
+            waiting += found
+    return True
+
+
+#: What leads to nearly everything, and is let go by nobody.
+_LEADING_FAR = (type, types.ModuleType, types.FrameType)
+_MOST_LOOKED_AT = 2000
 
 
 class LooseReference(weakref.ref[Any]):
@@ -258,39 +291,74 @@ def place(frame: types.FrameType) -> str:
     return f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_qualname}:"
 
 
+def let_go(frame: types.FrameType) -> None:
+    """A frame that is never returned to lets go of its variables, and of what waits on its stack below the
+    call: the program goes on in another frame, and sees when they are gone."""
+    code, moved = original(frame.f_code)
+    analysis = analysed(code)
+    at = analysis.instruction(frame.f_lasti - moved)
+    below = analysis.depths[at.offset] + dis.stack_effect(at.opcode, at.arg) - 1
+    names = len(slot_names(code))
+    first = 0 if code.co_flags & OPTIMIZED else names
+    for n in range(first, names + below):
+        place = ctypes.c_void_p.from_address(_address(frame) + _SLOTS + _WORD * n)
+        held = ctypes.cast(place.value or 0, ctypes.py_object) if place.value else None
+        place.value = None
+        if held is not None:
+            ctypes.pythonapi.Py_DecRef(held)
+
+
 # --- making again -------------------------------------------------------------------------------------------
 
 
 def go_on(stack: list[Suspended], answer: Callable[[], Any]) -> Any:
     """Run a program on from where its frames wait, innermost first. It waits for `answer`."""
-    going = answer
+
+    def answered(*_: Any, **__: Any) -> Any:
+        return answer()
+
+    going: Callable[..., Any] = answered
     while stack:  # what a frame holds is held by it alone, so that it can be let go
-        going = resumed(stack.pop(0), going)
+        frame = stack.pop(0)
+        given = _given(stack[0]) if stack else 0
+        going = resumed(frame, going, given)
     return going()
 
 
-def resumed(frame: Suspended, answer: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that goes on where `frame` waits. `answer` is called in place of the call it waits for."""
+def _given(frame: Suspended) -> int:
+    """How many arguments the call that it waits for is made again with."""
+    assert frame.offset is not None
+    at = analysed(frame.code).instruction(frame.offset)
+    return 0 if at.opname == "CALL_FUNCTION_EX" else at.arg or 0
+
+
+def resumed(frame: Suspended, answer: Callable[..., Any], given: int) -> Callable[..., Any]:
+    """What goes on where `frame` waits when it is called with `given` arguments, which mean nothing. `answer`
+    is called in place of the call it waits for. No frame of ours stands between the two: a program prints
+    its tracebacks, and asks for its callers."""
     assert frame.offset is not None
     analysis = analysed(frame.code)
     at = analysis.instruction(frame.offset)
     enters = (
         analysis.before(at) if VERSION == (3, 11) and at.opname == "CALL" else at
     )  # PRECALL is a part of it
-    code = _entering(frame, enters.offset, _operands(at, lambda *a, **k: answer()), generator=False)
-    namespace = frame.namespace
+    fits = given == 0 or (not frame.is_module and bool(frame.code.co_varnames))
+    code = _entering(frame, enters.offset, _operands(at, answer), given if fits else 0)
     if frame.is_module:
-        return lambda: exec(code, namespace)
-    function = _function(code, namespace)
-    arguments, keywords = _placeholders(code)
-    return lambda: function(*arguments, **keywords)
+        runs: Callable[..., Any] = functools.partial(exec, code, frame.namespace)
+    else:
+        runs = function = _function(code, frame.namespace)
+        function.__defaults__ = (None,) * code.co_argcount
+        keywords = code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
+        function.__kwdefaults__ = dict.fromkeys(keywords)
+    return runs if fits else lambda *_: runs()
 
 
 def made_generator(suspended: Suspended) -> Generator[Any, Any, Any]:
     code = suspended.code
     if suspended.offset is None:
         return _not_begun(suspended)
-    made = _entering(suspended, suspended.offset, [None], generator=True)
+    made = _entering(suspended, suspended.offset, [None])
     arguments, keywords = _placeholders(code)
     generator: Generator[Any, Any, Any] = _function(made, suspended.namespace)(*arguments, **keywords)
     next(generator)  # to the `yield` where it waited
@@ -324,7 +392,7 @@ def _not_begun(suspended: Suspended) -> Generator[Any, Any, Any]:
     return generator
 
 
-def _function(code: types.CodeType, namespace: dict[str, Any]) -> Callable[..., Any]:
+def _function(code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
     cells = tuple(types.CellType() for _ in code.co_freevars)
     return types.FunctionType(code, namespace, code.co_name, None, cells)
 
@@ -343,22 +411,24 @@ def _operands(at: dis.Instruction, answer: Callable[..., Any]) -> list[Any]:
     return [*head, *[None] * (at.arg or 0), *([()] if at.opname == "CALL_KW" else [])]
 
 
-def _entering(frame: Suspended, offset: int, operands: list[Any], *, generator: bool) -> types.CodeType:
-    """The frame's code, with a beginning that puts everything in its place and goes to `offset`."""
+def _entering(frame: Suspended, offset: int, operands: list[Any], given: int | None = None) -> types.CodeType:
+    """The frame's code, with a beginning that puts everything in its place and goes to `offset`. It is called
+    with `given` arguments; None: it is a generator's."""
     code = frame.code
     values: list[Any] = []
     beginning = bytearray()
-    if generator:
+    if given is None:
         beginning += _instruction("RETURN_GENERATOR") + _instruction("POP_TOP")
     beginning += _instruction("RESUME")
-    given = code.co_argcount + code.co_kwonlyargcount
-    given += bool(code.co_flags & _HAS_ARGS) + bool(code.co_flags & _HAS_KEYWORDS)
+    code = _taking(code, given or 0)
+    bound = code.co_argcount + code.co_kwonlyargcount
+    bound += bool(code.co_flags & _HAS_ARGS) + bool(code.co_flags & _HAS_KEYWORDS)
     take = _call_without_arguments(len(code.co_consts))
     for n, value in enumerate(frame.slots):
         if value is not NOTHING:
             values.append(value)
             beginning += take + _instruction("STORE_FAST", n)
-        elif n < given:
+        elif n < bound:
             beginning += _instruction("DELETE_FAST", n)
     for value in [*frame.stack, *operands]:
         if value is NOTHING:
@@ -376,8 +446,17 @@ def _entering(frame: Suspended, offset: int, operands: list[Any], *, generator: 
         co_linetable=_without_lines(len(beginning) // 2) + code.co_linetable,
         co_stacksize=code.co_stacksize + len(frame.stack) + len(operands) + 4,
     )
-    made_from(made, code, len(beginning))
+    made_from(made, frame.code, len(beginning))
     return made
+
+
+def _taking(code: types.CodeType, given: int) -> types.CodeType:
+    """The code with a signature that so many arguments fit, even if the call went through a library that
+    passed on others."""
+    if given <= code.co_argcount or code.co_flags & _HAS_ARGS:
+        return code
+    flags = (code.co_flags | _HAS_ARGS) & ~_HAS_KEYWORDS
+    return code.replace(co_argcount=0, co_posonlyargcount=0, co_kwonlyargcount=0, co_flags=flags)
 
 
 def _find_caches() -> dict[str, int]:

@@ -47,6 +47,7 @@ def take_process(since: Mapping[str, str]) -> dict[str, Any]:
         "umask": umask_now(),
         "signals": _signal_handlers(),
         "warnings": list(warnings.filters),
+        "warned": _warned(),
     }
 
 
@@ -74,6 +75,47 @@ def put_process(taken: Mapping[str, Any], since: Mapping[str, str]) -> None:
     if warnings.filters != taken["warnings"]:
         warnings.resetwarnings()  # which tells the part of it that is written in C
         warnings.filters[:] = taken["warnings"]  # type: ignore[index]
+    _put_warned(taken["warned"])
+
+
+def _warned() -> tuple[dict[str, dict[Any, Any]], dict[Any, Any]]:
+    """What each module was warned of and is not told again, and what nobody is told again. Python forgets the
+    first when the filters change, and counts these changes: that number is of the process."""
+    version, found = _filters_version(), {}
+    for name, module in list(sys.modules.items()):
+        told = vars(module).get(_REGISTRY) if isinstance(module, types.ModuleType) else None
+        if isinstance(told, dict) and told.get("version") == version and len(told) > 1:
+            found[name] = {key: value for key, value in told.items() if key != "version"}
+    return found, dict(vars(warnings)["onceregistry"])
+
+
+def _put_warned(taken: tuple[dict[str, dict[Any, Any]], dict[Any, Any]]) -> None:
+    version, (of_modules, once) = _filters_version(), taken
+    for name, module in list(sys.modules.items()):
+        told = vars(module).get(_REGISTRY) if isinstance(module, types.ModuleType) else None
+        if told is not None or name in of_modules:
+            vars(module)[_REGISTRY] = {"version": version, **of_modules.get(name, {})}
+    vars(warnings)["onceregistry"].clear()
+    vars(warnings)["onceregistry"].update(once)
+
+
+_REGISTRY = "__warningregistry__"
+
+
+class _Asking(Warning):
+    """A warning that nobody sees."""
+
+
+def _filters_version() -> int:
+    """How often the filters changed: what a module was warned of says so, and nothing else does."""
+    told: dict[Any, Any] = {}
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters.insert(0, ("ignore", None, _Asking, None, 0))
+    try:
+        warnings.warn_explicit("", _Asking, "", 1, registry=told)
+    finally:
+        del filters[0]
+    return int(told["version"])
 
 
 def umask_now() -> int:

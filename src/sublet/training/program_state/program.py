@@ -46,6 +46,7 @@ _OF_THE_MODULE = frozenset(
         "__builtins__",
         "__path__",
         "__annotations__",
+        "__warningregistry__",  # saved with the process, for all modules
         "__sublet__",
     )
 )
@@ -103,6 +104,7 @@ class Program:
         self._anchors = Anchors(self._sorting)
         self._taking: Taking | None = None
         self._large = LargeBlocks()
+        self._beginning: list[types.FrameType] = []  # of a process that goes on in other frames
 
     # when the loop begins
 
@@ -117,6 +119,7 @@ class Program:
             self._sorting.ask_themselves = set(found["ask"])
             self._anchors.paths = Paths(*(list(column) for column in found["paths"]))
             self._anchors.follow(roots)
+            self._beginning = self.frames(frame)
         self._foreign.begin()
         self._taking = Taking(self._sorting, self._anchors)
         return self._anchors.unknown
@@ -176,9 +179,8 @@ class Program:
         for made in self._made_modules():
             yield made.__name__, made
         for at in self.frames(frame):
-            if at.f_code.co_flags & 1:
-                for variable, value in at.f_locals.items():
-                    yield f"{at.f_code.co_qualname}.{variable}", value
+            for variable, value in call_stack.variables(at):
+                yield f"{at.f_code.co_qualname}.{variable}", value
 
     # between two steps
 
@@ -253,9 +255,11 @@ class Program:
         for finalizer in finalizers(self._is_own):  # of the beginning's
             finalizer.detach()
         roots = Restore(self._anchors, taken.data, taken.recipes, taken.blocks, taken.sizes).put()
+        self._anchors.note_holders()
         self._anchors.loosen()
         self._foreign.put(roots["foreign"])
         put_process(roots["process"], self._environment)
         stack = [functions.suspended_from(parts) for parts in roots["stack"]]
-
+        while self._beginning:
+            call_stack.let_go(self._beginning.pop())
         return lambda answer: call_stack.go_on(stack, answer)
