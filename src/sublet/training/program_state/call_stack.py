@@ -25,7 +25,7 @@ import platform
 import sys
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,12 @@ KNOWN_VERSIONS = ((3, 11), (3, 12), (3, 13))
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _FRAME_IN_OBJECT = 3 * _WORD
-#: In CPython's frame: its code, the frame before it, who owns it, and its first variable.
+#: In CPython's frame: its code, the frame before it, who owns it, where it is, and its first variable.
 _CODE, _PREVIOUS, _OWNER = (4 * _WORD, 6 * _WORD, 69) if VERSION == (3, 11) else (0, _WORD, 70)
 _ENTRY = 68  # of 3.11: whether C called it
 _SLOTS = 72
-_OWNED_BY_C = 3
+_INSTRUCTION = 56
+_OWNED_BY_ITSELF, _OWNED_BY_C = 2, 3
 #: In CPython's generator: the exception that it handles.
 _HANDLED = (6 if VERSION == (3, 11) else 5) * _WORD
 
@@ -153,6 +154,48 @@ def variables(frame: types.FrameType) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
+def slots_by_number(frame: types.FrameType) -> dict[int, Any]:
+    return {n: value for n, value in enumerate(_slots(frame)) if value is not NOTHING}
+
+
+def put_slots(frame: types.FrameType, values: Mapping[int, Any]) -> None:
+    """Give a frame that has ended these variables and no others."""
+    for n in range(len(slot_names(frame.f_code))):
+        replace_pointer(_address(frame) + _SLOTS + _WORD * n, values.get(n, NOTHING))
+
+
+def replace_pointer(at: int, value: Any) -> None:
+    """Another object, or nothing, in a place that holds one."""
+    place = ctypes.c_void_p.from_address(at)
+    before = ctypes.cast(place.value, ctypes.py_object) if place.value else None
+    if value is not NOTHING:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    place.value = None if value is NOTHING else id(value)
+    if before is not None:
+        ctypes.pythonapi.Py_DecRef(before)
+
+
+def has_ended(frame: types.FrameType) -> bool:
+    """Whether a frame is there only because somebody holds it."""
+    return _byte(_address(frame) + _OWNER) == _OWNED_BY_ITSELF
+
+
+def ended_frame(
+    code: types.CodeType, namespace: dict[str, Any], local: dict[str, Any] | None, lasti: int
+) -> types.FrameType:
+    """One that was never run, and looks as if it had ended there."""
+    new = ctypes.pythonapi.PyFrame_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, *[ctypes.py_object] * 2, ctypes.c_void_p]
+    state = ctypes.pythonapi.PyThreadState_Get
+    state.restype = ctypes.c_void_p
+    made: types.FrameType = new(state(), code, namespace, None if local is None else id(local))
+    at = _address(made)
+    ctypes.c_void_p.from_address(at + _PREVIOUS).value = None
+    instruction = ctypes.c_void_p.from_address(at + _INSTRUCTION)
+    instruction.value = (instruction.value or 0) + lasti - made.f_lasti
+    return made
+
+
 def _stack(frame: types.FrameType, depth: int) -> list[Any]:
     at = _address(frame) + _SLOTS + _WORD * len(slot_names(frame.f_code))
     return [_object(at + _WORD * n) for n in range(depth)]
@@ -178,7 +221,8 @@ def read(frame: types.FrameType, inner: types.FrameType | None) -> Suspended:
 
 
 def is_gone_unnoticed(value: Any) -> bool:
-    """Whether nobody sees that a variable that is never read again holds it no longer, nor what it leads to."""
+    """Whether nobody sees that a variable that is never read again holds it no longer, or what it leads
+    to."""
     if issubclass(type(value), type):
         return False
     met, waiting = {id(value)}, [value]
@@ -186,16 +230,22 @@ def is_gone_unnoticed(value: Any) -> bool:
         thing = waiting.pop()
         if is_seen_to_end(thing) or len(met) > _MOST_LOOKED_AT:
             return False
-        if not issubclass(type(thing), _LEADING_FAR):
-            space = thing.__globals__ if issubclass(type(thing), types.FunctionType) else None
-            found = [held for held in gc.get_referents(thing) if id(held) not in met and held is not space]
-            met.update(map(id, found))
-            waiting += found
+        found = [held for held in _held_by(thing) if id(held) not in met]
+        met.update(map(id, found))
+        waiting += found
     return True
 
 
-#: What leads to nearly everything, and is let go by nobody.
-_LEADING_FAR = (type, types.ModuleType, types.FrameType)
+def _held_by(thing: Any) -> list[Any]:
+    """What may be gone with it: no class, no module, no variables of one."""
+    if issubclass(type(thing), (type, types.ModuleType)):
+        return []
+    if isinstance(thing, types.FrameType):
+        return list(slots_by_number(thing).values()) if has_ended(thing) else []
+    space = thing.__globals__ if isinstance(thing, types.FunctionType) else None
+    return [held for held in gc.get_referents(thing) if held is not space]
+
+
 _MOST_LOOKED_AT = 2000
 
 
@@ -301,11 +351,7 @@ def let_go(frame: types.FrameType) -> None:
     names = len(slot_names(code))
     first = 0 if code.co_flags & OPTIMIZED else names
     for n in range(first, names + below):
-        place = ctypes.c_void_p.from_address(_address(frame) + _SLOTS + _WORD * n)
-        held = ctypes.cast(place.value or 0, ctypes.py_object) if place.value else None
-        place.value = None
-        if held is not None:
-            ctypes.pythonapi.Py_DecRef(held)
+        replace_pointer(_address(frame) + _SLOTS + _WORD * n, NOTHING)
 
 
 # --- making again -------------------------------------------------------------------------------------------

@@ -318,6 +318,9 @@ class _Comparison:
         if name in ("new_tensor", "storage_of"):
             at = 1 if name == "new_tensor" else 0
             yield from self._view(path, before.args[at], now.args[at])
+        elif name == "code_of":
+            if not _same_code(before.args[0], now.args[0]):
+                yield Difference(path, "one code", "another", "structure")
         elif name == "bare_function":
             if not _same_code(before.args[0], now.args[0]):
                 yield Difference(path, "one function", "another", "structure")

@@ -550,8 +550,6 @@ _KINDS: dict[type, Kind] = {
     **dict.fromkeys(_PLACES, MadeByCall(place_in)),
     **dict.fromkeys(_DICT_VIEWS, MadeByCall(dict_view)),
     **dict.fromkeys((staticmethod, classmethod, property, functools.cached_property), MadeByCall(descriptor)),
-    types.FrameType: OF_THE_PROCESS,
-    types.TracebackType: OF_THE_PROCESS,
 }
 
 
