@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from sublet.training.program_state.sorting import Sorting
+from tests.training.program_state.carried import assert_carried
 
 
 @pytest.fixture
@@ -56,3 +57,22 @@ def test_a_lock_that_another_thread_has_for_a_moment_is_not_taken_from_it(sortin
     thread.join()
     assert not failed
     assert not lock.locked()
+
+
+def test_a_queue_and_a_context_that_are_made_in_the_loop_go_on_elsewhere() -> None:
+    assert_carried("""
+import contextvars, queue
+levels = [contextvars.ContextVar(f"level {n}") for n in range(9)]
+def late(box={}):
+    if not box:
+        box["queue"], box["context"] = queue.Queue(), contextvars.copy_context()
+        for level in levels: box["context"].run(level.set, [1])
+    box["queue"].put(len(box))
+    box["queue"].put(5)
+    return box["queue"].get(), [box["context"][level] for level in levels]
+begin()
+for n in range(5):
+    found = late()
+    step()
+    print(found)
+""")

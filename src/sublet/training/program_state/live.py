@@ -116,6 +116,7 @@ class ConditionKind(Kind):
     @staticmethod
     def fill(thing: Any, content: Any) -> None:
         if vars(thing)["_lock"] is not content:
+            vars(thing).clear()  # what it has of the other lock
             threading.Condition.__init__(thing, content)
 
 
@@ -175,11 +176,12 @@ class ContextKind(Kind):
     """Variables and their values; one that is set cannot be unset again."""
 
     def parts(self, thing: contextvars.Context) -> Parts:
-        for at, (variable, value) in enumerate(list(thing.items())):
+        for at, (variable, value) in enumerate(self.content(thing)):
             yield from ((f"[key {at}]", variable), (f"[value {at}]", value))
 
     def content(self, thing: contextvars.Context) -> Any:
-        return list(thing.items())
+        # Its own order is that of addresses.
+        return sorted(thing.items(), key=lambda pair: pair[0].name)
 
     def bare(self, thing: contextvars.Context) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return contextvars.Context, ()

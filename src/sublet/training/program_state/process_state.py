@@ -13,6 +13,7 @@ import contextlib
 import decimal
 import functools
 import gc
+import itertools
 import os
 import random
 import signal
@@ -20,9 +21,10 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from sublet.training.program_state import added_attributes
 from sublet.training.program_state.functions import installed_name
 from sublet.training.program_state.memory import numpy_here, torch_here, with_arrays, with_bytes
 
@@ -48,6 +50,7 @@ def take_process(since: Mapping[str, str]) -> dict[str, Any]:
         "signals": _signal_handlers(),
         "warnings": list(warnings.filters),
         "warned": _warned(),
+        "threads named": vars(threading)["_counter"].__self__.__reduce__()[1][0],
     }
 
 
@@ -76,6 +79,7 @@ def put_process(taken: Mapping[str, Any], since: Mapping[str, str]) -> None:
         warnings.resetwarnings()  # which tells the part of it that is written in C
         warnings.filters[:] = taken["warnings"]  # type: ignore[index]
     _put_warned(taken["warned"])
+    vars(threading)["_counter"] = itertools.count(taken["threads named"]).__next__
 
 
 def _warned() -> tuple[dict[str, dict[Any, Any]], dict[Any, Any]]:
@@ -257,8 +261,17 @@ class ForeignVariables:
         self._began: list[
             tuple[Mapping[str, Any], str, Any, int]
         ] = []  # where, name, value, number of the place
+        self._names: frozenset[str] = frozenset()  # that the program may set anywhere
 
-    def begin(self) -> None:
+    def added(self) -> Iterator[tuple[str, str, str, Any]]:
+        """What the program keeps in modules and classes of others: module, class, name and value."""
+        for (module, cls), there, _ in self._places:
+            for name in added_attributes.added(module, there, self._names):
+                yield module, cls, name, there[name]
+
+    def begin(self, names: frozenset[str] = frozenset()) -> None:
+        """`names`: of attributes that the program may set."""
+        self._names = names
         for name, module in list(sys.modules.items()):
             if not isinstance(module, types.ModuleType) or self._is_own(name):
                 continue
@@ -283,6 +296,8 @@ class ForeignVariables:
 
     def take(self) -> dict[tuple[str, str], dict[str, Any]]:
         changed: dict[tuple[str, str], dict[str, Any]] = {}
+        for module, cls, name, value in self.added():
+            changed.setdefault((module, cls), {})[name] = value
         for there, name, value, number in self._began:
             now = there.get(name, _MISSING)
             if now is not value and type(now) in _PLAIN:

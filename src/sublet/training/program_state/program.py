@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from sublet.training.program_state import call_stack, functions
+from sublet.training.program_state.added_attributes import names_set
 from sublet.training.program_state.anchors import Anchors, Paths, UnknownPart
 from sublet.training.program_state.call_stack import NotResumable, Suspended
 from sublet.training.program_state.cpython import code_objects
@@ -111,6 +112,9 @@ class Program:
     def begin(self, frame: types.FrameType, found: Mapping[str, Any] | None = None) -> list[UnknownPart]:
         """Number what is there. `found`: as another process numbered it."""
         modules = self._modules()
+        codes = [code_objects.original(at.f_code)[0] for at in self.frames(frame)]
+        files = [getattr(module, "__file__", None) for module in modules.values()]
+        self._foreign.begin(names_set(codes, files))
         self._anchors.namespaces(self._namespace_kind, [vars(module) for module in modules.values()])
         roots = list(self._roots(frame, modules))
         if found is None:
@@ -120,7 +124,6 @@ class Program:
             self._anchors.paths = Paths(*(list(column) for column in found["paths"]))
             self._anchors.follow(roots)
             self._beginning = self.frames(frame)
-        self._foreign.begin()
         self._taking = Taking(self._sorting, self._anchors)
         return self._anchors.unknown
 
@@ -176,6 +179,8 @@ class Program:
             yield "" if name == "__main__" else name, vars(module)
         yield from ((f"(finalizer {at})", one) for at, one in enumerate(finalizers(self._is_own)))
         yield from ((f"(logger {one.name})", one) for one in loggers(self._is_own))
+        for name, cls, attribute, value in self._foreign.added():
+            yield ".".join(filter(None, (name, cls, attribute))), value
         for made in self._made_modules():
             yield made.__name__, made
         for at in self.frames(frame):
