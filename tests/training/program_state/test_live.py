@@ -59,9 +59,11 @@ def test_a_lock_that_another_thread_has_for_a_moment_is_not_taken_from_it(sortin
     assert not lock.locked()
 
 
-def test_a_queue_and_a_context_that_are_made_in_the_loop_go_on_elsewhere() -> None:
+def test_queues_contexts_and_keys_that_are_made_in_the_loop_go_on_elsewhere() -> None:
     assert_carried("""
-import contextvars, queue
+import contextvars, functools, queue
+key = functools.cmp_to_key(lambda one, other: other - one)
+keys = [key(1)]
 levels = [contextvars.ContextVar(f"level {n}") for n in range(9)]
 def late(box={}):
     if not box:
@@ -73,6 +75,7 @@ def late(box={}):
 begin()
 for n in range(5):
     found = late()
+    keys = sorted([*keys, key(n * 7 % 5)])
     step()
-    print(found)
+    print(found, [one.obj for one in keys])
 """)

@@ -103,6 +103,19 @@ def test_the_programs_own_modules_are_not_foreign(installed: types.ModuleType) -
 
 
 PROGRAMS = {
+    "a decimal context that two hold": """
+import contextvars, decimal
+held = decimal.getcontext()
+begin()
+copied = None
+for i in range(5):
+    if i == 1:
+        copied = contextvars.Context()
+        copied.run(decimal.setcontext, held)
+    decimal.getcontext().prec += 1
+    step()
+    print(held is decimal.getcontext(), held.prec, copied and copied.run(decimal.getcontext) is held)
+""",
     "what it was warned of": """
 import string, sys, threading, warnings
 shown = []

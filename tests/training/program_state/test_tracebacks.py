@@ -99,5 +99,7 @@ def test_they_are_as_they_were_elsewhere(name: str) -> None:
 
 
 def test_a_frame_that_is_kept_while_it_runs_is_refused_in_words() -> None:
-    text = "import sys\ndef go():\n    mine = sys._getframe()\n    begin()\n    step()\n    print(mine)\ngo()\n"
+    text = (
+        "import sys\ndef go():\n    mine = sys._getframe()\n    begin()\n    step()\n    print(mine)\ngo()\n"
+    )
     assert "a frame that is running" in carry(text).refused

@@ -52,21 +52,23 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 @cache
-def _spoken_of(module: str) -> frozenset[str]:
-    """Names in the code of a library's module. A module of C says none."""
+def _spoken_of(module: str) -> frozenset[str] | None:
+    """Names in the code of a library's module. None if it has no code that can be read, as one of C."""
     spec = getattr(sys.modules.get(module), "__spec__", None)
     with contextlib.suppress(Exception):  # a loader of any kind
         code = spec.loader.get_code(spec.name) if spec is not None else None
-        return frozenset(_names_in(code)) if code is not None else frozenset()
-    return frozenset()
+        return frozenset(_names_in(code)) if code is not None else None
+    return None
 
 
 def added(module: str, there: Mapping[str, Any], names: frozenset[str]) -> list[str]:
     """The attributes in this place that are the program's. Those that are found by their name are not."""
     if module.startswith(_OTHERS):
         return []
-    return [
+    found = [
         name
         for name in sorted(names & there.keys())
-        if not isinstance(there[name], _FOUND_BY_NAME) and name not in _spoken_of(module)
+        if not isinstance(there[name], _FOUND_BY_NAME) and not hasattr(type(there[name]), "__get__")
     ]
+    spoken_of = _spoken_of(module) if found else None
+    return [name for name in found if name not in spoken_of] if spoken_of is not None else []

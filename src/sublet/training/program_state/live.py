@@ -519,6 +519,16 @@ def new_buffer_view(of: Any, format: str, shape: tuple[int, ...], begins: int, s
     return viewed
 
 
+def compared_by(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What `functools.cmp_to_key` makes: a function, and what it is a key of, if it is one of something."""
+    return new_compared_by, tuple(_held_by(thing))
+
+
+def new_compared_by(compare: Any, *of: Any) -> Any:
+    made: Any = functools.cmp_to_key(compare)
+    return made(*of) if of else made
+
+
 _PAIRWISE: type = itertools.pairwise
 _EMPTY: dict[int, int] = {}
 _EMPTY_ORDERED: collections.OrderedDict[int, int] = collections.OrderedDict()
@@ -546,6 +556,7 @@ _KINDS: dict[type, Kind] = {
     _csv.Dialect: Value(),
     _PAIRWISE: MadeByCall(pairs),
     itertools.cycle: MadeByCall(place_in_cycle),
+    type(functools.cmp_to_key(operator.gt)): MadeByCall(compared_by),
     struct.Struct: MadeByCall(lambda thing: (struct.Struct, (thing.format,))),
     types.MappingProxyType: MadeByCall(proxy),
     memoryview: MadeByCall(buffer_view),

@@ -10,6 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import decimal
 import functools
 import gc
@@ -42,7 +43,8 @@ def take_process(since: Mapping[str, str]) -> dict[str, Any]:
         "torch": _torch_state(),
         "environment": _environment_changes(since),
         "folder": _folder(),
-        "decimal": decimal.getcontext().copy(),
+        # The very one, which a context of the program may hold too, and what it is now.
+        "decimal": (decimal.getcontext(), decimal.getcontext().copy()),
         "recursion": sys.getrecursionlimit(),
         "path": list(sys.path),
         "gc": (gc.isenabled(), gc.get_threshold()),
@@ -65,7 +67,10 @@ def put_process(taken: Mapping[str, Any], since: Mapping[str, str]) -> None:
     _put_environment(taken["environment"], since)
     if taken["folder"] and taken["folder"] != _folder():
         os.chdir(taken["folder"])
-    decimal.setcontext(taken["decimal"])
+    context, was = taken["decimal"]
+    for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps"):
+        setattr(context, name, getattr(was, name))
+    decimal.setcontext(context)
     sys.setrecursionlimit(taken["recursion"])
     sys.path[:] = taken["path"]
     enabled, threshold = taken["gc"]
@@ -120,6 +125,12 @@ def _filters_version() -> int:
     finally:
         del filters[0]
     return int(told["version"])
+
+
+def decimal_variable() -> list[tuple[str, Any]]:
+    """Where the current context of `decimal` is: no module gives it by a name, and copied contexts hold it."""
+    decimal.getcontext()  # it is not there before somebody asked
+    return [("(decimal)", one) for one in contextvars.copy_context() if one.name == "decimal_context"][:1]
 
 
 def umask_now() -> int:

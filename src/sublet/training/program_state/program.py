@@ -30,7 +30,12 @@ from sublet.training.program_state.loader_workers import (
 )
 from sublet.training.program_state.memory import LargeBlocks
 from sublet.training.program_state.pickling import Restore, Taken, Taking
-from sublet.training.program_state.process_state import ForeignVariables, put_process, take_process
+from sublet.training.program_state.process_state import (
+    ForeignVariables,
+    decimal_variable,
+    put_process,
+    take_process,
+)
 from sublet.training.program_state.references import finalizers
 from sublet.training.program_state.sorting import Sorting
 
@@ -179,6 +184,7 @@ class Program:
             yield "" if name == "__main__" else name, vars(module)
         yield from ((f"(finalizer {at})", one) for at, one in enumerate(finalizers(self._is_own)))
         yield from ((f"(logger {one.name})", one) for one in loggers(self._is_own))
+        yield from decimal_variable()
         for name, cls, attribute, value in self._foreign.added():
             yield ".".join(filter(None, (name, cls, attribute))), value
         for made in self._made_modules():

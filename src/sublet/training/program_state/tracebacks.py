@@ -53,7 +53,11 @@ class TracebackKind(Kind):
     @staticmethod
     def fill(thing: types.TracebackType, content: Any) -> None:
         for number, (lasti, lineno, shown) in enumerate(content):
-            frame = shown if isinstance(shown, types.FrameType) else new_frame(*shown, lasti)
+            if isinstance(shown, types.FrameType):
+                frame = shown
+            else:
+                code, module = shown
+                frame = new_frame(code, module, lasti)
             if number:
                 made = types.TracebackType(None, frame, lasti, lineno)
                 thing.tb_next = made
