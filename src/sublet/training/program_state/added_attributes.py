@@ -1,4 +1,5 @@
-"""Attributes that a program gives to installed modules and their classes: state in a place that is not its own.
+"""Attributes that a program gives to installed modules and their classes: state in a place that is not its
+own.
 
 Rules of this file:
 - An attribute is the program's if the program's text sets one of that name, and the library's own code never

@@ -111,7 +111,7 @@ def _put_warned(taken: tuple[dict[str, dict[Any, Any]], dict[Any, Any]]) -> None
 _REGISTRY = "__warningregistry__"
 
 
-class _Asking(Warning):
+class _WarningOfNothing(Warning):
     """A warning that nobody sees."""
 
 
@@ -119,16 +119,17 @@ def _filters_version() -> int:
     """How often the filters changed: what a module was warned of says so, and nothing else does."""
     told: dict[Any, Any] = {}
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    filters.insert(0, ("ignore", None, _Asking, None, 0))
+    filters.insert(0, ("ignore", None, _WarningOfNothing, None, 0))
     try:
-        warnings.warn_explicit("", _Asking, "", 1, registry=told)
+        warnings.warn_explicit("", _WarningOfNothing, "", 1, registry=told)
     finally:
         del filters[0]
     return int(told["version"])
 
 
 def decimal_variable() -> list[tuple[str, Any]]:
-    """Where the current context of `decimal` is: no module gives it by a name, and copied contexts hold it."""
+    """Where the current context of `decimal` is: no module gives it by a name, and copied contexts hold
+    it."""
     decimal.getcontext()  # it is not there before somebody asked
     return [("(decimal)", one) for one in contextvars.copy_context() if one.name == "decimal_context"][:1]
 

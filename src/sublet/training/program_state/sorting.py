@@ -19,8 +19,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from sublet.training.program_state import functions, references, tracebacks
+from sublet.training.program_state import functions, references
 from sublet.training.program_state.arrays import is_tensor_class, kind_of_array
+from sublet.training.program_state.cpython import tracebacks
 from sublet.training.program_state.kinds import (
     NAMED,
     OF_THE_PROCESS,
