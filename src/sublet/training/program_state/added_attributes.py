@@ -69,7 +69,7 @@ def added(module: str, there: Mapping[str, Any], names: frozenset[str]) -> list[
     found = [
         name
         for name in sorted(names & there.keys())
-        if not isinstance(there[name], _FOUND_BY_NAME) and not hasattr(type(there[name]), "__get__")
+        if not issubclass(type(there[name]), _FOUND_BY_NAME) and not hasattr(type(there[name]), "__get__")
     ]
     spoken_of = _spoken_of(module) if found else None
     return [name for name in found if name not in spoken_of] if spoken_of is not None else []

@@ -147,7 +147,7 @@ def variables(frame: types.FrameType) -> Iterator[tuple[str, Any]]:
     if code.co_flags & OPTIMIZED:
         in_cells = {*code.co_cellvars, *code.co_freevars}
         for name, value in zip(slot_names(code), _slots(frame), strict=True):
-            if isinstance(value, types.CellType) and name in in_cells:
+            if type(value) is types.CellType and name in in_cells:
                 with contextlib.suppress(ValueError):
                     yield name, value.cell_contents
             elif value is not NOTHING:
@@ -240,9 +240,9 @@ def _held_by(thing: Any) -> list[Any]:
     """What may be gone with it: no class, no module, no variables of one."""
     if issubclass(type(thing), (type, types.ModuleType)):
         return []
-    if isinstance(thing, types.FrameType):
+    if type(thing) is types.FrameType:  # an object of the program is not asked what it is
         return list(slots_by_number(thing).values()) if has_ended(thing) else []
-    space = thing.__globals__ if isinstance(thing, types.FunctionType) else None
+    space = thing.__globals__ if type(thing) is types.FunctionType else None
     return [held for held in gc.get_referents(thing) if held is not space]
 
 

@@ -547,7 +547,7 @@ _UNNAMED: dict[str, type] = {
 
 def is_unnamed_builtin(thing: Any) -> bool:
     """A class of the interpreter, such as that of methods, which `builtins` does not give by its name."""
-    return isinstance(thing, type) and _UNNAMED.get(thing.__name__) is thing
+    return issubclass(type(thing), type) and _UNNAMED.get(thing.__name__) is thing
 
 
 def unnamed_builtin(name: str) -> type:

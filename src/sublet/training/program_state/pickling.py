@@ -222,12 +222,12 @@ class _ProgramPickler(pickle.Pickler):
 
     def reducer_override(self, thing: Any) -> Any:
         self.last = thing
-        if isinstance(thing, (HashedMembers, SetLayout)):
+        if type(thing) in (HashedMembers, SetLayout):  # an object of the program is not asked what it is
             return type(thing), tuple(getattr(thing, field.name) for field in fields(thing))
         kind = self._sorting.kind_of(thing)
         if issubclass(type(thing), types.ModuleType) and kind is not functions.MADE_MODULE:
             return functions.module_named, (thing.__name__,)
-        if isinstance(thing, types.CodeType):
+        if type(thing) is types.CodeType:
             return functions.code_of, (functions.code_as_bytes(thing),)
         if functions.is_unnamed_builtin(thing):
             return functions.unnamed_builtin, (thing.__name__,)
