@@ -483,3 +483,27 @@ def test_what_is_never_read_again_is_not_taken() -> None:
     held = dict(zip(slots.names, slots.slots, strict=True))
     assert held["needed"] == [2]
     assert held["needless"] is NOTHING
+
+
+def test_what_the_program_lets_go_is_gone_at_once_before_a_resume_too() -> None:
+    """A list that is reached on one way, and what it holds by a weak reference on another."""
+    found = carry("""
+import weakref
+class A: pass
+def f():
+    big = [[A()]]
+    u = weakref.ref(big[0][0])
+    begin()
+    for n in range(5):
+        step()
+        big = None if n == 2 else big
+        print(n, u() is None)
+f()
+""")
+    found.check()
+    assert [line for line in found.said.split("\n") if line[:1].isdigit()] == [
+        "1 False",
+        "2 True",
+        "3 True",
+        "4 True",
+    ]
