@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sublet.training.program_state.jax_traces import TRACE_STATE, is_trace_state
 from sublet.training.program_state.kinds import NAMED, Unknown
+from sublet.training.program_state.live import TRACE_STATE, is_trace_state
 from sublet.training.program_state.sorting import Sorting
 from sublet.training.scripts.tracing import is_traced
 from tests.conftest import needed

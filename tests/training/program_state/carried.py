@@ -4,6 +4,7 @@ Rules of this file:
 - A program is a text. `begin()` stands before its loop, `step()` at the end of a turn; what it prints counts.
 - Three processes are forked: the first runs to its end and is taken after two steps, the second goes on from there and is taken after the
   third, the last goes on from that. All of them must print the same, and what the first two hold after the third step must be equal.
+- A program that goes on does so on top of its beginning, which is never returned to: its process ends.
 - It needs nothing but Python, and NumPy where a program has arrays: other versions of Python run this file as a program.
 - The three are forked from an interpreter that has imported no more than that: a fork of the process of the tests, with all that they
   import, takes four times as long.
@@ -34,7 +35,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import sublet
 from sublet.core.errors import SubletError
@@ -94,6 +95,7 @@ class Marks:
         self.count = 0
         self.variant = 0  # a program may ask for it, to be unlike itself
         self.life = Life()
+        self.run_to_the_end: Callable[[Callable[[], Any]], NoReturn]
 
     def begin(self) -> None:
         self.life.when = "begin"
@@ -111,8 +113,7 @@ class Marks:
         sys.stdout.truncate()
         print(f"-- step {self.count}")
         self.life.when = "step"
-        go_on(lambda: None)
-        raise _Over
+        self.run_to_the_end(lambda: go_on(lambda: None))
 
     def step(self) -> None:
         self.count += 1
@@ -126,10 +127,6 @@ class Marks:
                 pickle.loads(pickle.dumps(self.program.numbering())),
             )
         print(f"-- step {self.count}")
-
-
-class _Over(BaseException):
-    """A program that went on has come to its end on top of its beginning."""
 
 
 def _execute(code: types.CodeType) -> None:
@@ -153,8 +150,10 @@ def _live(
     begun_from: tuple[int, State] | None,
     taken_after: set[int],
     variant: int = 0,
-) -> Life:
-    """The program in this process."""
+    *,
+    end: Callable[[Life], NoReturn],
+) -> NoReturn:
+    """The program in this process, which ends with it."""
     _forget_the_tests()
     program = Program(lambda name: name == "__main__" or name in own, _execute.__code__)
     remember_visibly({"__main__", *own})  # type: ignore[arg-type]
@@ -165,20 +164,23 @@ def _live(
     sys.modules["__main__"] = main
     marked = re.sub(r"(?<!\.)\b(begin|step)\(\)", r"__sublet__.\1()", text)
     said = sys.stdout = io.StringIO()
-    try:
-        _execute(compile(marked, "/program.py", "exec", dont_inherit=True))
-    except _Over:
-        pass
-    except CannotBeSaved as error:
-        marks.life.refused = "; ".join(
-            f"{path} {type(thing).__qualname__} {why}" for path, thing, why in error.found
-        )
-    except SubletError as error:
-        marks.life.refused = error.message
-    except BaseException:
-        marks.life.failed = traceback.format_exc()
-    marks.life.said = said.getvalue()
-    return marks.life
+
+    def run_to_the_end(run: Callable[[], Any]) -> NoReturn:
+        try:
+            run()
+        except CannotBeSaved as error:
+            marks.life.refused = "; ".join(
+                f"{path} {type(thing).__qualname__} {why}" for path, thing, why in error.found
+            )
+        except SubletError as error:
+            marks.life.refused = error.message
+        except BaseException:
+            marks.life.failed = traceback.format_exc()
+        marks.life.said = said.getvalue()
+        end(marks.life)
+
+    marks.run_to_the_end = run_to_the_end
+    run_to_the_end(lambda: _execute(compile(marked, "/program.py", "exec", dont_inherit=True)))
 
 
 def _elsewhere(*arguments: Any, disturbed: int = 0) -> Life:
@@ -187,18 +189,23 @@ def _elsewhere(*arguments: Any, disturbed: int = 0) -> Life:
     pid = os.fork()
     if pid == 0:
         os.close(reads)
-        status = 1
+
+        def end(life: Life) -> NoReturn:
+            status = 1
+            try:
+                with open(writes, "wb") as out:
+                    out.write(pickle.dumps(life))
+                status = 0
+            finally:
+                os._exit(status)
+
         try:
-            lain_about = _disturb_memory(disturbed)
-            data = pickle.dumps(_live(*arguments))
-            del lain_about
-            with open(writes, "wb") as out:
-                out.write(data)
-            status = 0
+            lain_about = _disturb_memory(disturbed)  # noqa: F841 - for as long as the program lives
+            _live(*arguments, end=end)
         except BaseException:
             traceback.print_exc(file=sys.__stderr__)
         finally:
-            os._exit(status)
+            os._exit(1)
     os.close(writes)
     with open(reads, "rb") as back:
         data = back.read()

@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from sublet.training.program_state.arrays import BLOCKS, NUMPY_ARRAY, TENSOR, _lost_graph
-from sublet.training.program_state.call_stack import NotResumable
+from sublet.training.program_state.cpython.frame_memory import NotResumable
 from sublet.training.program_state.memory import Blocks, bytes_at, digest_of_holder
 from tests.conftest import needed
 from tests.forked import with_torch

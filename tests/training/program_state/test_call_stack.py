@@ -6,10 +6,64 @@ import sys
 
 import pytest
 
-from sublet.training.program_state.call_stack import NOTHING, Suspended, analysed, offset_of, read, slot_names
+from sublet.training.program_state.call_stack import Suspended, offset_of, read, slot_names
+from sublet.training.program_state.cpython.code_objects import analysed
+from sublet.training.program_state.cpython.frame_memory import NOTHING
 from tests.training.program_state.carried import assert_carried, carry
 
 PROGRAMS = {
+    "a traceback and callers, without frames of ours": """
+import sys, traceback, warnings
+class Stop(Exception): pass
+def inner(log):
+    begin()
+    for n in range(6):
+        log.append(n)
+        step()
+        names, at = [], sys._getframe()
+        while at.f_code.co_name != '<module>':
+            names.append(at.f_code.co_name)
+            at = at.f_back
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter('always')
+            warnings.warn('now', stacklevel=3)
+        print(names, told[0].filename, told[0].lineno)
+        if n == 4:
+            raise Stop(n)
+def keywords_only(*, log):
+    inner(log)
+class Runner:
+    def __call__(s, log, more=()):
+        keywords_only(log=log)
+def no_variables():
+    Runner()([], more=(1, 2))
+def outer(*rest, **options):
+    try:
+        no_variables(*())
+    except Stop:
+        print(traceback.format_exc())
+outer(1, 2, k=3)
+""",
+    "what a function held when the loop began is gone when it holds something else": """
+import weakref
+class T:
+    n = 1
+def go(parts):
+    t, told = T(), []
+    r, p = weakref.ref(t, told.append), weakref.proxy(t)
+    for k in [1, 2]:
+        begin()
+        for n in range(6):
+            p.n = t.n * 3 % 31
+            if n % 2 == 1:
+                t = T()
+                print(r() is None, len(told))
+                r, p = weakref.ref(t, told.append), weakref.proxy(t)
+            step()
+            print(n, r().n)
+        break
+go([])
+""",
     "arguments that are deleted": """
 def f(a, b=2):
     for i in range(5):
@@ -517,3 +571,27 @@ def test_what_is_never_read_again_is_not_taken() -> None:
     held = dict(zip(slots.names, slots.slots, strict=True))
     assert held["needed"] == [2]
     assert held["needless"] is NOTHING
+
+
+def test_what_the_program_lets_go_is_gone_at_once_before_a_resume_too() -> None:
+    """A list that is reached on one way, and what it holds by a weak reference on another."""
+    found = carry("""
+import weakref
+class A: pass
+def f():
+    big = [[A()]]
+    u = weakref.ref(big[0][0])
+    begin()
+    for n in range(5):
+        step()
+        big = None if n == 2 else big
+        print(n, u() is None)
+f()
+""")
+    found.check()
+    assert [line for line in found.said.split("\n") if line[:1].isdigit()] == [
+        "1 False",
+        "2 True",
+        "3 True",
+        "4 True",
+    ]

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from sublet.training.program_state.sorting import Sorting
+from tests.training.program_state.carried import assert_carried
 
 
 @pytest.fixture
@@ -72,3 +73,25 @@ def test_what_a_logger_would_find_again_is_not_saved(sorting: Sorting) -> None:
     kind.fill(known, kind.content(known))
     kind.fill(unknown, kind.content(unknown))
     assert not unknown.isEnabledFor(logging.INFO)
+
+
+def test_queues_contexts_and_keys_that_are_made_in_the_loop_go_on_elsewhere() -> None:
+    assert_carried("""
+import contextvars, functools, queue
+key = functools.cmp_to_key(lambda one, other: other - one)
+keys = [key(1)]
+levels = [contextvars.ContextVar(f"level {n}") for n in range(9)]
+def late(box={}):
+    if not box:
+        box["queue"], box["context"] = queue.Queue(), contextvars.copy_context()
+        for level in levels: box["context"].run(level.set, [1])
+    box["queue"].put(len(box))
+    box["queue"].put(5)
+    return box["queue"].get(), [box["context"][level] for level in levels]
+begin()
+for n in range(5):
+    found = late()
+    keys = sorted([*keys, key(n * 7 % 5)])
+    step()
+    print(found, [one.obj for one in keys])
+""")

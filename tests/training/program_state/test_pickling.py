@@ -24,6 +24,20 @@ for i in range(5):
     step()
     print([places[id(one)] for one in things], [id(one) in seen for one in things], len(places))
 """,
+    "an object that lets nobody look at it, made in the loop": """
+class Shy:
+    def __init__(s): object.__setattr__(s, 'n', 1)
+    def __getattribute__(s, name):
+        if name != 'n': raise KeyError(name)
+        return object.__getattribute__(s, 'n')
+made = None
+begin()
+for i in range(5):
+    if i == 1: made = Shy()
+    step()
+    print(made and made.n)
+    batch = Shy()
+""",
     "shared lists and cycles": """
 a = [1]
 a.append(a)

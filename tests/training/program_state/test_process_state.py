@@ -103,6 +103,36 @@ def test_the_programs_own_modules_are_not_foreign(installed: types.ModuleType) -
 
 
 PROGRAMS = {
+    "a decimal context that two hold": """
+import contextvars, decimal
+held = decimal.getcontext()
+begin()
+copied = None
+for i in range(5):
+    if i == 1:
+        copied = contextvars.Context()
+        copied.run(decimal.setcontext, held)
+    decimal.getcontext().prec += 1
+    step()
+    print(held is decimal.getcontext(), held.prec, copied and copied.run(decimal.getcontext) is held)
+""",
+    "what it was warned of": """
+import string, sys, threading, warnings
+shown = []
+warnings.showwarning = lambda message, *rest: shown.append(str(message))
+warnings.simplefilter("default")
+warnings.warn_explicit("of a library", UserWarning, "x", 1, registry=vars(string).setdefault("__warningregistry__", {}))
+begin()
+for i in range(5):
+    if i == 3:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+    warnings.warn("mine")
+    warnings.warn_explicit("of a library", UserWarning, "x", 1, registry=vars(string)["__warningregistry__"])
+    name = threading.Thread(target=print).name
+    step()
+    print(shown, name)
+""",
     "random numbers, environment, switches": """
 import decimal, os, random, string
 random.seed(3)

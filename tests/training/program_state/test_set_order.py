@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sublet.training.program_state.call_stack import NotResumable
+from sublet.training.program_state.cpython.frame_memory import NotResumable
 from sublet.training.program_state.cpython.set_order import layout_of_set, order
 from tests.seeds import SEED
 from tests.training.program_state.carried import assert_carried

@@ -361,8 +361,9 @@ def written(program: Program, folder: Path) -> Path:
 
 
 def end_of(folder: Path, printed: str, last: str) -> End:
-    """`printed` by all lives, `last` by the one that ended."""
+    """`printed` by all lives, `last` by the one that ended: it prints no line that one before it printed."""
     results = [line for line in last.split("\n") if line.startswith("result ")]
+    results = results or [line for line in printed.split("\n") if line.startswith("result ")][-1:]
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

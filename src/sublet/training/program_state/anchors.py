@@ -11,6 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections import deque
@@ -90,6 +91,7 @@ class Anchors:
         self._namespaces: dict[int, Kind] = {}  # by id: a module's variables are no dict like others
         self._installed: dict[int, str] = {}  # ids of the variables of other modules
         self._loose: dict[int, weakref.ref[Any] | None] = {}  # by number: what is not held any more
+        self._holds: list[tuple[int, int]] = []  # besides the paths: which number holds which
 
     def namespaces(self, kind: Kind, found: Iterable[dict[str, Any]]) -> None:
         """Variables of modules, which are walked and filled in a way of their own."""
@@ -115,6 +117,7 @@ class Anchors:
         roots = list(roots)
         while True:
             self.paths, self.numbers, self.things, self.notes, self.unknown = Paths(), {}, [], {}, []
+            self._holds = []
             self._walk(roots)
             asked = [self._sorting.ask_itself(type(holder)) for holder in list(self._holders_of_unknown())]
             if not any(asked):
@@ -126,7 +129,8 @@ class Anchors:
         number = -1
         while True:
             for part in parts:
-                if id(part.thing) in self.numbers:
+                if (known := self.numbers.get(id(part.thing))) is not None:
+                    self._holds.append((number, known))
                     continue
                 found = self._hold(self.paths.add(number, part.edge, part.thing), part.thing, part.kind)
                 if part.kind is UNSAVEABLE:
@@ -218,9 +222,7 @@ class Anchors:
         weak references and finalizers. What cannot be referred to weakly is held, and looked at with each
         state, unless it holds what a program sees."""
         seen = {n for n, thing in enumerate(self.things) if thing is not None and is_seen_to_end(thing)}
-        for number in list(seen):
-            while (number := self.paths.before[number]) >= 0 and number not in seen:
-                seen.add(number)
+        seen = self._with_their_holders(seen)
         for number in range(len(self.things)):
             thing = self.things[number]
             if thing is None or (number not in seen and self._sorting.kind_of(thing) is NUMPY_ARRAY):
@@ -232,6 +234,28 @@ class Anchors:
                     continue
                 self._loose[number] = None
             self.things[number] = None
+
+    def _with_their_holders(self, numbers: set[int]) -> set[int]:
+        """And whatever leads to them, on any way."""
+        holders: dict[int, list[int]] = {}
+        for holder, held in itertools.chain(zip(self.paths.before, itertools.count()), self._holds):
+            holders.setdefault(held, []).append(holder)
+        found, waiting = set(numbers), list(numbers)
+        while waiting:
+            more = set(holders.get(waiting.pop(), ())) - found - {-1}
+            found |= more
+            waiting += more
+        return found
+
+    def note_holders(self) -> None:
+        """Which object holds which, in a process that found them by their paths."""
+        self._holds = [
+            (number, known)
+            for number, thing in enumerate(self.things)
+            if thing is not None
+            for part in self._parts_of(thing, self.kind_of(thing), set())
+            if (known := self.numbers.get(id(part.thing))) is not None
+        ]
 
     def _forgets(self, identity: int, number: int) -> Callable[[Any], None]:
         numbers = self.numbers

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from sublet.training.program_state.call_stack import NotResumable
+from sublet.training.program_state.cpython.frame_memory import NotResumable
 from sublet.training.program_state.kinds import Kind, Parts, Reduced, Unknown, Value, attributes_of
 from sublet.training.program_state.memory import (
     Blocks,

@@ -19,9 +19,9 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dis
 import functools
+import gc
 import opcode
 import platform
 import sys
@@ -31,7 +31,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sublet.core.errors import BadInput
 from sublet.training.program_state.cpython.code_objects import (
     OPTIMIZED,
     Analysis,
@@ -41,43 +40,28 @@ from sublet.training.program_state.cpython.code_objects import (
     original,
     slot_names,
 )
-
-VERSION = sys.version_info[:2]
-KNOWN_VERSIONS = ((3, 11), (3, 12), (3, 13))
-
-_WORD = ctypes.sizeof(ctypes.c_void_p)
-_FRAME_IN_OBJECT = 3 * _WORD
-#: In CPython's frame: its code, the frame before it, who owns it, and its first variable.
-_CODE, _PREVIOUS, _OWNER = (4 * _WORD, 6 * _WORD, 69) if VERSION == (3, 11) else (0, _WORD, 70)
-_ENTRY = 68  # of 3.11: whether C called it
-_SLOTS = 72
-_OWNED_BY_C = 3
-#: In CPython's generator: the exception that it handles.
-_HANDLED = (6 if VERSION == (3, 11) else 5) * _WORD
+from sublet.training.program_state.cpython.frame_memory import (
+    KNOWN_VERSIONS,
+    NOTHING,
+    VERSION,
+    NotResumable,
+    address_of,
+    called_by_c,
+    handled_by,
+    has_ended,
+    owner_of,
+    put_handled,
+    put_slot,
+    slots_by_number,
+    slots_of,
+    stack_of,
+)
 
 _CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+#: What asks a generator for its next member, and how deep on the stack that is.
+_ASKS = {"FOR_ITER": 1, "SEND": 2}
 _GENERATOR, _OTHERS_THAT_SUSPEND = 0x20, 0x80 | 0x200  # coroutines, asynchronous generators
-_OWNED_BY_GENERATOR = 1
 _HAS_ARGS, _HAS_KEYWORDS = 4, 8
-
-
-class _Nothing:
-    """In the place of a variable that is not bound, or of an empty place on the stack."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-NOTHING = _Nothing()
-
-
-class NotResumable(BadInput):
-    """The place where the program stands cannot be taken up again."""
-
-    remedy = (
-        "let a function that is called plainly make the step, or say in the script what a step is: run = "
-        "sublet.train(...), for step in run.steps(n)"
-    )
 
 
 @dataclass(slots=True)
@@ -103,55 +87,21 @@ class Suspended:
 def check_interpreter() -> None:
     """Refuse an interpreter whose frames have another layout than the known ones."""
     free_threads = not getattr(sys, "_is_gil_enabled", lambda: True)()
-    if sys.implementation.name != "cpython" or VERSION not in KNOWN_VERSIONS or _WORD != 8 or free_threads:
+    if (
+        sys.implementation.name != "cpython"
+        or VERSION not in KNOWN_VERSIONS
+        or sys.maxsize >> 32 == 0
+        or free_threads
+    ):
         raise NotResumable(
             f"unmodified scripts can be resumed on CPython 3.11 to 3.13, and this is "
             f"{platform.python_implementation()} {platform.python_version()}; nothing was started",
             remedy="run it with Python 3.11, 3.12 or 3.13, or use run = sublet.train(...) in the script",
         )
-    _address(sys._getframe())
+    address_of(sys._getframe())
 
 
 # --- reading ------------------------------------------------------------------------------------------------
-
-
-def _word(at: int) -> int:
-    return ctypes.c_void_p.from_address(at).value or 0
-
-
-def _object(at: int) -> Any:
-    there = _word(at)
-    return ctypes.cast(there, ctypes.py_object).value if there else NOTHING
-
-
-def _byte(at: int) -> int:
-    return ctypes.c_ubyte.from_address(at).value
-
-
-def _address(frame: types.FrameType) -> int:
-    at = _word(id(frame) + _FRAME_IN_OBJECT)
-    if _word(at + _CODE) != id(frame.f_code):
-        raise NotResumable("the frames of this build of Python are laid out in an unknown way")
-    return at
-
-
-def called_by_c(frame: types.FrameType) -> bool:
-    """Whether C code stands between this frame and the one that it returns to."""
-    at = _address(frame)
-    if VERSION == (3, 11):
-        return bool(_byte(at + _ENTRY))
-    before = _word(at + _PREVIOUS)
-    return before == 0 or _byte(before + _OWNER) == _OWNED_BY_C
-
-
-def _slots(frame: types.FrameType) -> list[Any]:
-    at = _address(frame) + _SLOTS
-    return [_object(at + _WORD * n) for n in range(len(slot_names(frame.f_code)))]
-
-
-def _stack(frame: types.FrameType, depth: int) -> list[Any]:
-    at = _address(frame) + _SLOTS + _WORD * len(slot_names(frame.f_code))
-    return [_object(at + _WORD * n) for n in range(depth)]
 
 
 def read(frame: types.FrameType, inner: types.FrameType | None) -> Suspended:
@@ -172,9 +122,9 @@ def read(frame: types.FrameType, inner: types.FrameType | None) -> Suspended:
         below = operands + dis.stack_effect(at.opcode, at.arg) - 1
         # What stands between two frames that were made again is ours, and only passes on.
         if inner is not None and inner.f_back is frame and called_by_c(inner):
-            _check_passes_on(_stack(frame, operands)[below:], frame, inner)
-        stack = _stack(frame, below)
-    slots = [] if frame.f_code.co_flags & OPTIMIZED == 0 else _slots(frame)
+            _check_passes_on(stack_of(frame, operands)[below:], frame, inner)
+        stack = stack_of(frame, below)
+    slots = [] if frame.f_code.co_flags & OPTIMIZED == 0 else slots_of(frame)
     for n in analysis.dead_after(at.offset):
         if is_gone_unnoticed(slots[n]):
             slots[n] = NOTHING
@@ -187,13 +137,13 @@ def _asking(
     """The stack of a frame that waits for the next member of a generator, with all operands."""
     generator, depth = generator_of(inner), analysis.depths[_first_part(at, analysis).offset]
     if at.opname == "SEND":  # what it sends may be taken from the stack already
-        stack = [*_stack(frame, depth - 1), None]
+        stack = [*stack_of(frame, depth - 1), None]
         asks = depth > 1 and stack[-2] is generator
     elif at.opname == "FOR_ITER":
-        stack = _stack(frame, depth)
+        stack = stack_of(frame, depth)
         asks = depth > 0 and stack[-1] is generator
     elif at.opname == "CALL":
-        stack = _stack(frame, depth)
+        stack = stack_of(frame, depth)
         called = [o for o in stack[depth - 2 - (at.arg or 0) :] if o is not NOTHING]
         asks = _asks(called[0], called[1:], generator)
     else:
@@ -222,20 +172,10 @@ def _asks(called: Any, arguments: Sequence[Any], generator: Any) -> bool:
 
 def generator_of(frame: types.FrameType) -> types.GeneratorType[Any, Any, Any]:
     """The generator whose frame this is: the frame is a part of it in memory."""
-    at = _address(frame)
-    found: Any = None
-    if frame.f_code.co_flags & _GENERATOR and _byte(at + _OWNER) == _OWNED_BY_GENERATOR:
-        found = ctypes.cast(at - _frame_in_generator(), ctypes.py_object).value
+    found = owner_of(frame) if frame.f_code.co_flags & _GENERATOR else None
     if type(found) is not types.GeneratorType or found.gi_frame is not frame:
         raise NotResumable(f"{place(frame)} its generator is not found")
     return found
-
-
-@functools.cache
-def _frame_in_generator() -> int:
-    none: tuple[Any, ...] = ()
-    known: Any = (one for one in none)
-    return _address(known.gi_frame) - id(known)
 
 
 #: By the id of a frame of the program that is on the stack: the one that it called.
@@ -263,8 +203,32 @@ def read_running(generator: types.GeneratorType[Any, Any, Any]) -> Suspended | N
 
 
 def is_gone_unnoticed(value: Any) -> bool:
-    """Whether nobody sees that a variable that is never read again holds it no longer."""
-    return not issubclass(type(value), type) and not is_seen_to_end(value)
+    """Whether nobody sees that a variable that is never read again holds it no longer, or what it leads
+    to."""
+    if issubclass(type(value), type):
+        return False
+    met, waiting = {id(value)}, [value]
+    while waiting:
+        thing = waiting.pop()
+        if is_seen_to_end(thing) or len(met) > _MOST_LOOKED_AT:
+            return False
+        found = [held for held in _held_by(thing) if id(held) not in met]
+        met.update(map(id, found))
+        waiting += found
+    return True
+
+
+def _held_by(thing: Any) -> list[Any]:
+    """What may be gone with it: no class, no module, no variables of one."""
+    if issubclass(type(thing), (type, types.ModuleType)):
+        return []
+    if type(thing) is types.FrameType:  # an object of the program is not asked what it is
+        return list(slots_by_number(thing).values()) if has_ended(thing) else []
+    space = thing.__globals__ if type(thing) is types.FunctionType else None
+    return [held for held in gc.get_referents(thing) if held is not space]
+
+
+_MOST_LOOKED_AT = 2000
 
 
 class LooseReference(weakref.ref[Any]):
@@ -313,7 +277,7 @@ def read_generator(generator: types.GeneratorType[Any, Any, Any]) -> Suspended:
     frame = generator.gi_frame
     assert frame is not None, "it waits"
     code, moved = original(generator.gi_code)
-    slots = _slots(frame)
+    slots = slots_of(frame)
     if not generator.gi_suspended:
         return Suspended(code, None, slots, [], frame.f_globals)
     analysis = analysed(code)
@@ -325,19 +289,8 @@ def read_generator(generator: types.GeneratorType[Any, Any, Any]) -> Suspended:
     for n in analysis.dead_after(at.offset):
         if is_gone_unnoticed(slots[n]):
             slots[n] = NOTHING
-    stack = _stack(frame, analysis.depths[at.offset] - 1)
-    return Suspended(code, at.offset, slots, stack, frame.f_globals, _handled(generator))
-
-
-def _handled(generator: types.GeneratorType[Any, Any, Any]) -> BaseException | None:
-    found = _object(id(generator) + _HANDLED)
-    return None if found is NOTHING else found
-
-
-def _handle(generator: Generator[Any, Any, Any], error: BaseException) -> None:
-    """Python puts it there when an `except` is entered, and takes it from there when it is left."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
-    ctypes.c_void_p.from_address(id(generator) + _HANDLED).value = id(error)
+    stack = stack_of(frame, analysis.depths[at.offset] - 1)
+    return Suspended(code, at.offset, slots, stack, frame.f_globals, handled_by(generator))
 
 
 def offset_of(frame: types.FrameType) -> int:
@@ -350,35 +303,68 @@ def place(frame: types.FrameType) -> str:
     return f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_qualname}:"
 
 
+def let_go(frame: types.FrameType) -> None:
+    """A frame that is never returned to lets go of its variables, and of what waits on its stack below the
+    call: the program goes on in another frame, and sees when they are gone."""
+    code, moved = original(frame.f_code)
+    analysis = analysed(code)
+    at = analysis.instruction(frame.f_lasti - moved)
+    below = analysis.depths[at.offset] + dis.stack_effect(at.opcode, at.arg) - 1
+    if at.opname in _ASKS:  # the generator that it waits for is running
+        below = analysis.depths[at.offset] - _ASKS[at.opname]
+    names = len(slot_names(code))
+    first = 0 if code.co_flags & OPTIMIZED else names
+    for n in range(first, names + below):
+        put_slot(frame, n, NOTHING)
+
+
 # --- making again -------------------------------------------------------------------------------------------
 
 
 def go_on(stack: list[Any], answer: Callable[[], Any]) -> Any:
     """Run a program on from where its frames wait, innermost first. It waits for `answer`. A generator among
     them is running, and its caller asks it."""
-    going = answer
+
+    def answered(*_: Any, **__: Any) -> Any:
+        return answer()
+
+    going: Callable[..., Any] = answered
     while stack:  # what a frame holds is held by it alone, so that it can be let go
         frame = stack.pop(0)
         if isinstance(frame, Suspended):
-            going = resumed(frame, going)
+            going = resumed(frame, going, _given(stack))
         elif (waits := _WAITING.pop(id(frame), None)) is not None:
             waits.answer = going
     return going()
 
 
-def resumed(frame: Suspended, answer: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that goes on where `frame` waits. `answer` is called in place of the call it waits for."""
+def _given(stack: list[Any]) -> int:
+    """How many arguments the call that the next frame waits for is made with; a generator's has none."""
+    if not stack or not isinstance(stack[0], Suspended):
+        return 0
+    assert stack[0].offset is not None
+    at = analysed(stack[0].code).instruction(stack[0].offset)
+    return 0 if at.opname == "CALL_FUNCTION_EX" else at.arg or 0
+
+
+def resumed(frame: Suspended, answer: Callable[..., Any], given: int) -> Callable[..., Any]:
+    """What goes on where `frame` waits when it is called with `given` arguments, which mean nothing. `answer`
+    is called in place of the call it waits for. No frame of ours stands between the two: a program prints
+    its tracebacks, and asks for its callers."""
     offset, operands = _entrance(frame, answer)
-    code = _entering(frame, offset, operands, generator=False)
-    namespace = frame.namespace
+    fits = given == 0 or (not frame.is_module and bool(frame.code.co_varnames))
+    code = _entering(frame, offset, operands, given if fits else 0)
     if frame.is_module:
-        return lambda: exec(code, namespace)
-    function = _function(code, namespace)
-    arguments, keywords = _placeholders(code)
-    return lambda: function(*arguments, **keywords)
+        runs: Callable[..., Any] = functools.partial(exec, code, frame.namespace)
+    else:
+        runs = function = _function(code, frame.namespace)
+        function.__defaults__ = (None,) * code.co_argcount
+        keywords = code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
+        function.__kwdefaults__ = dict.fromkeys(keywords)
+    return runs if fits else lambda *_: runs()
 
 
-def _entrance(frame: Suspended, answer: Callable[[], Any]) -> tuple[int, list[Any]]:
+def _entrance(frame: Suspended, answer: Callable[..., Any]) -> tuple[int, list[Any]]:
     """Where to go on, and what that instruction finds on the stack besides what is there."""
     assert frame.offset is not None
     analysis = analysed(frame.code)
@@ -387,15 +373,15 @@ def _entrance(frame: Suspended, answer: Callable[[], Any]) -> tuple[int, list[An
     asks_again = len(frame.stack) == analysis.depths[enters.offset]
     while enters.offset and analysis.before(enters).opname == "EXTENDED_ARG":
         enters = analysis.before(enters)
-    return enters.offset, [] if asks_again else _operands(at, lambda *a, **k: answer())
+    return enters.offset, [] if asks_again else _operands(at, answer)
 
 
 class _Waits:
     """In the place of the call that a running generator waits for."""
 
-    answer: Callable[[], Any] | None = None
+    answer: Callable[..., Any] | None = None
 
-    def __call__(self) -> Any:
+    def __call__(self, *_: Any, **__: Any) -> Any:
         answer, self.answer = self.answer, None
         assert answer is not None, "it goes on with the stack that it is a part of"
         return answer()
@@ -411,12 +397,12 @@ def made_generator(suspended: Suspended) -> Generator[Any, Any, Any]:
         return _not_begun(suspended)
     if analysed(code).instruction(suspended.offset).opname != "YIELD_VALUE":
         return _made_running(suspended)
-    made = _entering(suspended, suspended.offset, [None], generator=True)
+    made = _entering(suspended, suspended.offset, [None])
     arguments, keywords = _placeholders(code)
     generator: Generator[Any, Any, Any] = _function(made, suspended.namespace)(*arguments, **keywords)
     next(generator)  # to the `yield` where it waited
     if suspended.handled is not None:
-        _handle(generator, suspended.handled)
+        put_handled(generator, suspended.handled)
     return generator
 
 
@@ -424,7 +410,7 @@ def _made_running(suspended: Suspended) -> Generator[Any, Any, Any]:
     """It waits at its beginning to be asked, whatever it is sent, and goes on in the middle."""
     waits = _Waits()
     offset, operands = _entrance(suspended, waits)
-    made = _entering(suspended, offset, operands, generator=True, asked=True)
+    made = _entering(suspended, offset, operands, asked=True)
     arguments, keywords = _placeholders(suspended.code)
     generator: Generator[Any, Any, Any] = _function(made, suspended.namespace)(*arguments, **keywords)
     next(generator)
@@ -457,7 +443,7 @@ def _not_begun(suspended: Suspended) -> Generator[Any, Any, Any]:
     return generator
 
 
-def _function(code: types.CodeType, namespace: dict[str, Any]) -> Callable[..., Any]:
+def _function(code: types.CodeType, namespace: dict[str, Any]) -> types.FunctionType:
     cells = tuple(types.CellType() for _ in code.co_freevars)
     return types.FunctionType(code, namespace, code.co_name, None, cells)
 
@@ -477,14 +463,14 @@ def _operands(at: dis.Instruction, answer: Callable[..., Any]) -> list[Any]:
 
 
 def _entering(
-    frame: Suspended, offset: int, operands: list[Any], *, generator: bool, asked: bool = False
+    frame: Suspended, offset: int, operands: list[Any], given: int | None = None, *, asked: bool = False
 ) -> types.CodeType:
-    """The frame's code, with a beginning that puts everything in its place and goes to `offset`. `asked`: a
-    generator's beginning waits once."""
+    """The frame's code, with a beginning that puts everything in its place and goes to `offset`. It is called
+    with `given` arguments; None: it is a generator's. `asked`: a generator's beginning waits once."""
     code = frame.code
     values: list[Any] = []
     beginning = bytearray()
-    if generator:
+    if given is None:
         beginning += _instruction("RETURN_GENERATOR") + _instruction("POP_TOP")
     beginning += _instruction("RESUME")
     if asked:
@@ -492,14 +478,15 @@ def _entering(
         beginning += (
             nothing + _instruction("YIELD_VALUE") + _instruction("RESUME", 1) + _instruction("POP_TOP")
         )
-    given = code.co_argcount + code.co_kwonlyargcount
-    given += bool(code.co_flags & _HAS_ARGS) + bool(code.co_flags & _HAS_KEYWORDS)
+    code = _taking(code, given or 0)
+    bound = code.co_argcount + code.co_kwonlyargcount
+    bound += bool(code.co_flags & _HAS_ARGS) + bool(code.co_flags & _HAS_KEYWORDS)
     take = _call_without_arguments(len(code.co_consts))
     for n, value in enumerate(frame.slots):
         if value is not NOTHING:
             values.append(value)
             beginning += take + _instruction("STORE_FAST", n)
-        elif n < given:
+        elif n < bound:
             beginning += _instruction("DELETE_FAST", n)
     for value in [*frame.stack, *operands]:
         if value is NOTHING:
@@ -517,8 +504,17 @@ def _entering(
         co_linetable=_without_lines(len(beginning) // 2) + code.co_linetable,
         co_stacksize=code.co_stacksize + len(frame.stack) + len(operands) + 4,
     )
-    made_from(made, code, len(beginning))
+    made_from(made, frame.code, len(beginning))
     return made
+
+
+def _taking(code: types.CodeType, given: int) -> types.CodeType:
+    """The code with a signature that so many arguments fit, even if the call went through a library that
+    passed on others."""
+    if given <= code.co_argcount or code.co_flags & _HAS_ARGS:
+        return code
+    flags = (code.co_flags | _HAS_ARGS) & ~_HAS_KEYWORDS
+    return code.replace(co_argcount=0, co_posonlyargcount=0, co_kwonlyargcount=0, co_flags=flags)
 
 
 def _find_caches() -> dict[str, int]:

@@ -38,6 +38,9 @@ class Difference:
         return f"{self.path}: {self.before} before, {self.now} now"
 
 
+#: What is known of a thread of Python, and which of that is the process's.
+_OF_THREADS = frozenset(("_target", "_daemonic", "_started", "_ident"))
+_NUMBERED_BY_THE_SYSTEM = frozenset(("_ident", "_native_id"))
 #: What a function is made of besides its code, in the order of its content.
 _OF_FUNCTION = (".__defaults__", ".__kwdefaults__", "", ".__closure__", None, ".__doc__", ".__annotations__")
 
@@ -328,6 +331,9 @@ class _Comparison:
         if name in ("new_tensor", "storage_of"):
             at = 1 if name == "new_tensor" else 0
             yield from self._view(path, before.args[at], now.args[at])
+        elif name == "code_of":
+            if not _same_code(before.args[0], now.args[0]):
+                yield Difference(path, "one code", "another", "structure")
         elif name == "bare_function":
             if not _same_code(before.args[0], now.args[0]):
                 yield Difference(path, "one function", "another", "structure")
@@ -384,7 +390,10 @@ class _Comparison:
         if old_keys != new_keys:
             yield Difference(path or "the variables", *_how_keys_differ(old_keys, new_keys), "structure")
             return
+        of_a_thread = before.keys() >= _OF_THREADS
         for (key, old), new in zip(before.items(), now.values(), strict=True):
+            if of_a_thread and key in _NUMBERED_BY_THE_SYSTEM:
+                continue
             edge = f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_key(key)}]"
             yield _Pair(f"{path}{edge}".removeprefix("."), old, new)
 

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 from sublet.training.program_state import call_stack
 from sublet.training.program_state.cpython.code_objects import exception_table
+from sublet.training.program_state.cpython.frame_memory import NOTHING, NotResumable
 from sublet.training.program_state.kinds import (
     NAMED,
     UNSAVEABLE,
@@ -356,10 +357,10 @@ class GeneratorKind(Kind):
             return
         suspended = _read(thing)
         for name, value in zip(suspended.names, suspended.slots, strict=True):
-            if value is not call_stack.NOTHING:
+            if value is not NOTHING:
                 yield f"<{name}>", value
         for at, value in enumerate(suspended.stack):
-            if value is not call_stack.NOTHING:
+            if value is not NOTHING:
                 yield f"<stack {at}>", value
         if suspended.handled is not None:
             yield "<handled>", suspended.handled
@@ -373,7 +374,7 @@ def _read(generator: types.GeneratorType[Any, Any, Any]) -> call_stack.Suspended
         if not generator.gi_running:
             return call_stack.read_generator(generator)
         running = call_stack.read_running(generator)
-    except call_stack.NotResumable as error:
+    except NotResumable as error:
         raise Unknown(generator, error.message) from error
     if running is None:
         raise Unknown(generator, "a generator that is running in another thread")
@@ -560,7 +561,7 @@ _UNNAMED: dict[str, type] = {
 
 def is_unnamed_builtin(thing: Any) -> bool:
     """A class of the interpreter, such as that of methods, which `builtins` does not give by its name."""
-    return isinstance(thing, type) and _UNNAMED.get(thing.__name__) is thing
+    return issubclass(type(thing), type) and _UNNAMED.get(thing.__name__) is thing
 
 
 def unnamed_builtin(name: str) -> type:

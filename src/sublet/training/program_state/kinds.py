@@ -347,7 +347,7 @@ def slots_of(cls: type) -> dict[str, Any]:
     """Its slots by name, with what reads and writes them."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        if base in LAYOUTS:
+        if base in LAYOUTS or base is BaseExceptionGroup:  # whose members cannot be set
             continue
         for name, member in vars(base).items():
             if isinstance(member, types.MemberDescriptorType) and name not in _NOT_SLOTS:
@@ -390,6 +390,7 @@ class InstanceKind(Kind):
                 (".args", thing.args),
                 (".__cause__", thing.__cause__),
                 (".__context__", thing.__context__),
+                (".__traceback__", thing.__traceback__),
             ]
         return ()
 
@@ -415,7 +416,8 @@ class InstanceKind(Kind):
         if layout is set:
             return hashed_members(thing)
         if layout is BaseException:
-            return thing.args, thing.__cause__, thing.__context__, thing.__suppress_context__
+            trace = thing.__traceback__
+            return thing.args, thing.__cause__, thing.__context__, thing.__suppress_context__, trace
         if layout in (bytearray, array.array):
             return memoryview(thing).tobytes()
         return list(layout.__iter__(thing))
@@ -455,7 +457,7 @@ class InstanceKind(Kind):
 
 def _fill_base(thing: Any, base: Any) -> None:
     if issubclass(type(thing), BaseException):
-        thing.args, thing.__cause__, thing.__context__, thing.__suppress_context__ = base
+        thing.args, thing.__cause__, thing.__context__, thing.__suppress_context__, thing.__traceback__ = base
     elif issubclass(type(thing), dict):
         if issubclass(type(thing), collections.defaultdict):
             thing.default_factory = base[0]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import _csv
 import collections
 import contextvars
-import csv
 import ctypes
 import functools
 import gc
@@ -24,10 +23,19 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from sublet.training.program_state.iterators import (
+    csv_reader,
+    csv_writer,
+    dict_view,
+    held_by,
+    pairs,
+    place_in,
+    place_in_cycle,
+)
 from sublet.training.program_state.kinds import OF_THE_PROCESS, Kind, Parts, Reduced, Unknown, Value
 from sublet.training.program_state.references import FINALIZER
 
@@ -116,6 +124,7 @@ class ConditionKind(Kind):
     @staticmethod
     def fill(thing: Any, content: Any) -> None:
         if vars(thing)["_lock"] is not content:
+            vars(thing).clear()  # what it has of the other lock
             threading.Condition.__init__(thing, content)
 
 
@@ -175,11 +184,12 @@ class ContextKind(Kind):
     """Variables and their values; one that is set cannot be unset again."""
 
     def parts(self, thing: contextvars.Context) -> Parts:
-        for at, (variable, value) in enumerate(list(thing.items())):
+        for at, (variable, value) in enumerate(self.content(thing)):
             yield from ((f"[key {at}]", variable), (f"[value {at}]", value))
 
     def content(self, thing: contextvars.Context) -> Any:
-        return list(thing.items())
+        # Its own order is that of addresses.
+        return sorted(thing.items(), key=lambda pair: pair[0].name)
 
     def bare(self, thing: contextvars.Context) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return contextvars.Context, ()
@@ -317,168 +327,6 @@ class MadeByCall(Reduced):
         return [(f"<{at}>", part) for at, part in enumerate(self.reduce(thing)[1])]
 
 
-def csv_reader(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Between two rows it holds its lines' iterator and how many it has read."""
-    for found in _held_by(thing):
-        if hasattr(found, "__next__"):
-            lines = found.lines if type(found) is _ReadBefore else found
-            return new_csv_reader, (lines, _dialect(thing.dialect), thing.line_num)
-    raise Unknown(thing, "a csv reader whose lines are not found")
-
-
-_DIALECT = (
-    "delimiter",
-    "doublequote",
-    "escapechar",
-    "lineterminator",
-    "quotechar",
-    "quoting",
-    "skipinitialspace",
-)
-
-
-def _dialect(dialect: Any) -> dict[str, Any]:
-    return {name: getattr(dialect, name) for name in (*_DIALECT, "strict")}
-
-
-class _ReadBefore:
-    """Lines for a reader that has read some already, which counts them as they come."""
-
-    def __init__(self, lines: Any, count: int) -> None:
-        self.lines, self.count = lines, count
-
-    def __iter__(self) -> _ReadBefore:
-        return self
-
-    def __next__(self) -> str:
-        if self.count:
-            self.count -= 1
-            return ""
-        line: str = next(self.lines)
-        return line
-
-
-def new_csv_reader(lines: Any, dialect: dict[str, Any], count: int) -> Any:
-    reader = csv.reader(_ReadBefore(lines, count) if count else lines, **dialect)
-    for _ in range(count):
-        next(reader)
-    return reader
-
-
-def csv_writer(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-
-    for found in gc.get_referents(thing):
-        write = getattr(found, "__self__", None)
-        if getattr(found, "__name__", "") == "write" and write is not None:
-            return new_csv_writer, (write, _dialect(thing.dialect))
-    raise Unknown(thing, "a csv writer whose file is not found")
-
-
-def new_csv_writer(file: Any, dialect: dict[str, Any]) -> Any:
-    return csv.writer(file, **dialect)
-
-
-class _LastFirst:
-    """An iterator that gives one more member first."""
-
-    def __init__(self, last: Any, rest: Any) -> None:
-        self.last = [last]
-        self.rest = rest
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        return self.last.pop() if self.last else next(self.rest)
-
-
-def _held_by(thing: Any) -> list[Any]:
-    return [found for found in gc.get_referents(thing) if found is not type(thing)]
-
-
-def pairs(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    found = _held_by(thing)
-    if sys.version_info >= (3, 13):
-        del found[-1:]  # the tuple that it gives again and again
-    if not found:
-        return finished_pairs, ()
-    iterator, *last = found
-    if isinstance(iterator, _LastFirst):
-        iterator, last = iterator.rest, iterator.last or last
-    return new_pairs, (iterator, tuple(last))
-
-
-def new_pairs(iterator: Any, last: tuple[Any, ...]) -> Any:
-    return itertools.pairwise(_LastFirst(last[0], iterator) if last else iterator)
-
-
-def finished_pairs() -> Any:
-    made: itertools.pairwise[Any] = itertools.pairwise(())
-    next(made, None)
-    return made
-
-
-def place_in(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """An iterator over a dict or a set: whose, of what, and how many it has given."""
-    of = next((found for found in gc.get_referents(thing) if isinstance(found, (dict, set, frozenset))), None)
-    name = type(thing).__name__
-    if of is None:
-        return new_place_in, ({}, name, 0)
-    if name == "odict_iterator":
-        name = _shown_by(thing, of)
-    return new_place_in, (of, name, len(of) - operator.length_hint(thing))
-
-
-def _shown_by(thing: Any, of: Any) -> str:
-    """What an iterator over an OrderedDict gives: it does not say."""
-    rest = thing.__reduce__()[1][0]
-    for name, all_of_it in (("key", list(of)), ("value", list(of.values())), ("item", list(of.items()))):
-        for direction, members in (("dict_", all_of_it), ("dict_reverse", all_of_it[::-1])):
-            if all(map(operator.is_, _flat(rest), _flat(members[len(of) - len(rest) :]))):
-                return f"{direction}{name}iterator"
-    raise Unknown(thing, "an iterator over an OrderedDict that changed meanwhile")
-
-
-def _flat(members: list[Any]) -> Iterator[Any]:
-    return itertools.chain.from_iterable(m if isinstance(m, tuple) else (m,) for m in members)
-
-
-def new_place_in(of: Any, name: str, given: int) -> Any:
-    shown = next((view for view in ("value", "item") if view in name), "")
-    view = getattr(of, f"{shown}s")() if shown else of
-    made = reversed(view) if "reverse" in name else iter(view)
-    next(itertools.islice(made, given, given), None)
-    return made
-
-
-def dict_view(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    (of,) = gc.get_referents(thing)
-    return new_dict_view, (of, type(thing).__name__.removeprefix("odict_").removeprefix("dict_"))
-
-
-def place_in_cycle(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The same words for one that goes through what it remembers, whether it was put back there or came
-    there."""
-    _, (iterator,), (remembered, all_of_it) = thing.__reduce__()
-    if not all_of_it:
-        return new_cycle, (iterator, remembered, None)
-    place = iterator.__reduce__()[2:]
-    return new_cycle, (None, remembered, place[0] % len(remembered) if place and remembered else 0)
-
-
-def new_cycle(iterator: Any, remembered: list[Any], place: int | None) -> Any:
-    if place is not None:
-        iterator = iter(remembered)
-        iterator.__setstate__(place)
-    made: Any = itertools.cycle(iterator)
-    made.__setstate__((remembered, place is not None))
-    return made
-
-
-def new_dict_view(of: Any, name: str) -> Any:
-    return getattr(of, name)()
-
-
 def descriptor(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if isinstance(thing, property):
         return property, (thing.fget, thing.fset, thing.fdel, thing.__doc__)
@@ -525,6 +373,16 @@ def new_buffer_view(of: Any, format: str, shape: tuple[int, ...], begins: int, s
     return viewed
 
 
+def compared_by(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What `functools.cmp_to_key` makes: a function, and what it is a key of, if it is one of something."""
+    return new_compared_by, tuple(held_by(thing))
+
+
+def new_compared_by(compare: Any, *of: Any) -> Any:
+    made: Any = functools.cmp_to_key(compare)
+    return made(*of) if of else made
+
+
 _PAIRWISE: type = itertools.pairwise
 _EMPTY: dict[int, int] = {}
 _EMPTY_ORDERED: collections.OrderedDict[int, int] = collections.OrderedDict()
@@ -552,14 +410,13 @@ _KINDS: dict[type, Kind] = {
     _csv.Dialect: Value(),
     _PAIRWISE: MadeByCall(pairs),
     itertools.cycle: MadeByCall(place_in_cycle),
+    type(functools.cmp_to_key(operator.gt)): MadeByCall(compared_by),
     struct.Struct: MadeByCall(lambda thing: (struct.Struct, (thing.format,))),
     types.MappingProxyType: MadeByCall(proxy),
     memoryview: MadeByCall(buffer_view),
     **dict.fromkeys(_PLACES, MadeByCall(place_in)),
     **dict.fromkeys(_DICT_VIEWS, MadeByCall(dict_view)),
     **dict.fromkeys((staticmethod, classmethod, property, functools.cached_property), MadeByCall(descriptor)),
-    types.FrameType: OF_THE_PROCESS,
-    types.TracebackType: OF_THE_PROCESS,
 }
 
 
@@ -592,3 +449,25 @@ def entered_record(name: str, args: str | None) -> Any:
 
 _PROFILED = MadeByCall(profiled)
 _THREAD_LOCAL, _CTYPES, _LOGGER = ThreadLocalKind(), CtypesKind(), LoggerKind()
+
+
+# --- of JAX -------------------------------------------------------------------------------------------------
+
+
+def is_trace_state(cls: type) -> bool:
+    """What objects of flax keep of JAX: in which trace they were made. Between two steps it is that of no
+    trace, which each process has anew."""
+    return cls.__name__ == "OpaqueTraceState" and cls.__module__.startswith("jax.")
+
+
+def no_trace() -> Any:
+    return import_module("jax.extend.core").get_opaque_trace_state(convention="nnx")
+
+
+def _trace_state(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if "jax.extend.core" not in sys.modules or thing != no_trace():
+        raise Unknown(thing, "an object that was made inside a function that JAX follows")
+    return no_trace, ()
+
+
+TRACE_STATE = MadeByCall(_trace_state)

@@ -33,7 +33,8 @@ from sublet.training.program_state.arrays import (
     place_of_array,
     place_of_tensor,
 )
-from sublet.training.program_state.call_stack import NotResumable, is_seen_to_end
+from sublet.training.program_state.call_stack import is_seen_to_end
+from sublet.training.program_state.cpython.frame_memory import NotResumable
 from sublet.training.program_state.cpython.set_order import SetLayout
 from sublet.training.program_state.kinds import (
     NAMED,
@@ -231,15 +232,15 @@ class _ProgramPickler(pickle.Pickler):
 
     def reducer_override(self, thing: Any) -> Any:
         self.last = thing
-        if isinstance(thing, HashedMembers):
+        if type(thing) is HashedMembers:  # an object of the program is not asked what it is
             return HashedMembers, tuple(getattr(thing, field.name) for field in fields(thing))
-        if isinstance(thing, SetLayout):  # hashes are what they were then, also those of ids
+        if type(thing) is SetLayout:  # hashes are what they were then, also those of ids
             hashes = " ".join(map(str, thing.hashes))
             return set_layout, (thing.mask, thing.finger, thing.places, hashes, thing.left)
         kind = self._sorting.kind_of(thing)
         if issubclass(type(thing), types.ModuleType) and kind is not functions.MADE_MODULE:
             return functions.module_named, (thing.__name__,)
-        if isinstance(thing, types.CodeType):
+        if type(thing) is types.CodeType:
             return functions.code_of, (functions.code_as_bytes(thing),)
         if functions.is_unnamed_builtin(thing):
             return functions.unnamed_builtin, (thing.__name__,)

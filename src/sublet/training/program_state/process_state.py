@@ -10,17 +10,23 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import decimal
+import dis
 import functools
 import gc
+import itertools
 import os
 import random
+import re
 import signal
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sublet.training.program_state.functions import installed_name
@@ -40,13 +46,16 @@ def take_process(since: Mapping[str, str]) -> dict[str, Any]:
         "torch": _torch_state(),
         "environment": _environment_changes(since),
         "folder": _folder(),
-        "decimal": decimal.getcontext().copy(),
+        # The very one, which a context of the program may hold too, and what it is now.
+        "decimal": (decimal.getcontext(), decimal.getcontext().copy()),
         "recursion": sys.getrecursionlimit(),
         "path": list(sys.path),
         "gc": (gc.isenabled(), gc.get_threshold()),
         "umask": umask_now(),
         "signals": _signal_handlers(),
         "warnings": list(warnings.filters),
+        "warned": _warned(),
+        "threads named": vars(threading)["_counter"].__self__.__reduce__()[1][0],
     }
 
 
@@ -61,7 +70,10 @@ def put_process(taken: Mapping[str, Any], since: Mapping[str, str]) -> None:
     _put_environment(taken["environment"], since)
     if taken["folder"] and taken["folder"] != _folder():
         os.chdir(taken["folder"])
-    decimal.setcontext(taken["decimal"])
+    context, was = taken["decimal"]
+    for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps"):
+        setattr(context, name, getattr(was, name))
+    decimal.setcontext(context)
     sys.setrecursionlimit(taken["recursion"])
     sys.path[:] = taken["path"]
     enabled, threshold = taken["gc"]
@@ -74,6 +86,55 @@ def put_process(taken: Mapping[str, Any], since: Mapping[str, str]) -> None:
     if warnings.filters != taken["warnings"]:
         warnings.resetwarnings()  # which tells the part of it that is written in C
         warnings.filters[:] = taken["warnings"]  # type: ignore[index]
+    _put_warned(taken["warned"])
+    vars(threading)["_counter"] = itertools.count(taken["threads named"]).__next__
+
+
+def _warned() -> tuple[dict[str, dict[Any, Any]], dict[Any, Any]]:
+    """What each module was warned of and is not told again, and what nobody is told again. Python forgets the
+    first when the filters change, and counts these changes: that number is of the process."""
+    version, found = _filters_version(), {}
+    for name, module in list(sys.modules.items()):
+        told = vars(module).get(_REGISTRY) if isinstance(module, types.ModuleType) else None
+        if isinstance(told, dict) and told.get("version") == version and len(told) > 1:
+            found[name] = {key: value for key, value in told.items() if key != "version"}
+    return found, dict(vars(warnings)["onceregistry"])
+
+
+def _put_warned(taken: tuple[dict[str, dict[Any, Any]], dict[Any, Any]]) -> None:
+    version, (of_modules, once) = _filters_version(), taken
+    for name, module in list(sys.modules.items()):
+        told = vars(module).get(_REGISTRY) if isinstance(module, types.ModuleType) else None
+        if told is not None or name in of_modules:
+            vars(module)[_REGISTRY] = {"version": version, **of_modules.get(name, {})}
+    vars(warnings)["onceregistry"].clear()
+    vars(warnings)["onceregistry"].update(once)
+
+
+_REGISTRY = "__warningregistry__"
+
+
+class _WarningOfNothing(Warning):
+    """A warning that nobody sees."""
+
+
+def _filters_version() -> int:
+    """How often the filters changed: what a module was warned of says so, and nothing else does."""
+    told: dict[Any, Any] = {}
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters.insert(0, ("ignore", None, _WarningOfNothing, None, 0))
+    try:
+        warnings.warn_explicit("", _WarningOfNothing, "", 1, registry=told)
+    finally:
+        del filters[0]
+    return int(told["version"])
+
+
+def decimal_variable() -> list[tuple[str, Any]]:
+    """Where the current context of `decimal` is: no module gives it by a name, and copied contexts hold
+    it."""
+    decimal.getcontext()  # it is not there before somebody asked
+    return [("(decimal)", one) for one in contextvars.copy_context() if one.name == "decimal_context"][:1]
 
 
 def umask_now() -> int:
@@ -215,8 +276,17 @@ class ForeignVariables:
         self._began: list[
             tuple[Mapping[str, Any], str, Any, int]
         ] = []  # where, name, value, number of the place
+        self._names: frozenset[str] = frozenset()  # that the program may set anywhere
 
-    def begin(self) -> None:
+    def added(self) -> Iterator[tuple[str, str, str, Any]]:
+        """What the program keeps in modules and classes of others: module, class, name and value."""
+        for (module, cls), there, _ in self._places:
+            for name in added_attributes(module, there, self._names):
+                yield module, cls, name, there[name]
+
+    def begin(self, names: frozenset[str] = frozenset()) -> None:
+        """`names`: of attributes that the program may set."""
+        self._names = names
         for name, module in list(sys.modules.items()):
             if not isinstance(module, types.ModuleType) or self._is_own(name):
                 continue
@@ -241,6 +311,8 @@ class ForeignVariables:
 
     def take(self) -> dict[tuple[str, str], dict[str, Any]]:
         changed: dict[tuple[str, str], dict[str, Any]] = {}
+        for module, cls, name, value in self.added():
+            changed.setdefault((module, cls), {})[name] = value
         for there, name, value, number in self._began:
             now = there.get(name, _MISSING)
             if now is not value and type(now) in _PLAIN:
@@ -340,3 +412,64 @@ def running_threads() -> list[str]:
         if not any(f"{name}.".startswith(_HARMLESS) for name in (module, of) if name != "threading"):
             found.append(f"the thread {thread.name!r} ({getattr(target, '__qualname__', target)})")
     return found
+
+
+# --- attributes that a program gives to installed modules and their classes -------------------------------
+# An attribute is the program's if the program's text sets one of that name, and the library's own code never
+# speaks of it. What a library keeps in its modules for itself stays out.
+
+_SETS = re.compile(r"\.(\w+)(?:\s*,[^=\n]*)?\s*(?::[^=\n]+)?[-+*/|&^%]*=(?!=)|setattr\([^,\n]*,\s*['\"](\w+)")
+#: What has rules of its own: where standard output goes, what can be imported.
+_OTHERS = ("sublet", "sys", "builtins", "__main__")
+_FOUND_BY_NAME = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+
+
+def names_set(codes: Iterable[types.CodeType], files: Iterable[str | None]) -> frozenset[str]:
+    """Names of attributes that a program may set: by its code where it is at hand, by its text elsewhere."""
+    found = {name for code in codes for name in _set_in(code)}
+    for path in files:
+        with contextlib.suppress(OSError, UnicodeDecodeError, TypeError):
+            found |= {one or other for one, other in _SETS.findall(Path(str(path)).read_text())}
+    return frozenset(name for name in found if not name.startswith("__"))
+
+
+def _set_in(code: types.CodeType) -> Iterator[str]:
+    by_text = "setattr" in code.co_names
+    yield from (at.argval for at in dis.get_instructions(code) if at.opname == "STORE_ATTR")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _set_in(constant)
+        elif by_text and isinstance(constant, str):
+            yield constant
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_varnames, *code.co_cellvars)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
+
+
+@cache
+def _spoken_of(module: str) -> frozenset[str] | None:
+    """Names in the code of a library's module. None if it has no code that can be read, as one of C."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    with contextlib.suppress(Exception):  # a loader of any kind
+        code = spec.loader.get_code(spec.name) if spec is not None else None
+        return frozenset(_names_in(code)) if code is not None else None
+    return None
+
+
+def added_attributes(module: str, there: Mapping[str, Any], names: frozenset[str]) -> list[str]:
+    """The attributes in this place that are the program's. Those that are found by their name are not."""
+    if module.startswith(_OTHERS):
+        return []
+    found = [
+        name
+        for name in sorted(names & there.keys())
+        if not issubclass(type(there[name]), _FOUND_BY_NAME) and not hasattr(type(there[name]), "__get__")
+    ]
+    spoken_of = _spoken_of(module) if found else None
+    return [name for name in found if name not in spoken_of] if spoken_of is not None else []

@@ -19,11 +19,10 @@ from typing import Any
 
 from sublet.training.program_state import call_stack, functions
 from sublet.training.program_state.anchors import Anchors, Paths, UnknownPart
-from sublet.training.program_state.call_stack import NotResumable
 from sublet.training.program_state.cpython import code_objects
-from sublet.training.program_state.jax_traces import TRACE_STATE, is_trace_state
+from sublet.training.program_state.cpython.frame_memory import NotResumable, variables
 from sublet.training.program_state.kinds import Edge, Kind, Parts
-from sublet.training.program_state.live import loggers
+from sublet.training.program_state.live import TRACE_STATE, is_trace_state, loggers
 from sublet.training.program_state.loader_workers import (
     WORKERS_ITERATOR,
     end_workers_of_the_beginning,
@@ -31,7 +30,13 @@ from sublet.training.program_state.loader_workers import (
 )
 from sublet.training.program_state.memory import LargeBlocks
 from sublet.training.program_state.pickling import Restore, Taken, Taking
-from sublet.training.program_state.process_state import ForeignVariables, put_process, take_process
+from sublet.training.program_state.process_state import (
+    ForeignVariables,
+    decimal_variable,
+    names_set,
+    put_process,
+    take_process,
+)
 from sublet.training.program_state.references import finalizers
 from sublet.training.program_state.sorting import Sorting
 
@@ -48,6 +53,7 @@ _OF_THE_MODULE = frozenset(
         "__builtins__",
         "__path__",
         "__annotations__",
+        "__warningregistry__",  # saved with the process, for all modules
         "__sublet__",
     )
 )
@@ -109,12 +115,16 @@ class Program:
         self._anchors = Anchors(self._sorting)
         self._taking: Taking | None = None
         self._large = LargeBlocks()
+        self._beginning: list[types.FrameType] = []  # of a process that goes on in other frames
 
     # when the loop begins
 
     def begin(self, frame: types.FrameType, found: Mapping[str, Any] | None = None) -> list[UnknownPart]:
         """Number what is there. `found`: as another process numbered it."""
         modules = self._modules()
+        codes = [code_objects.original(at.f_code)[0] for at in self.frames(frame)]
+        files = [getattr(module, "__file__", None) for module in modules.values()]
+        self._foreign.begin(names_set(codes, files))
         self._anchors.namespaces(self._namespace_kind, [vars(module) for module in modules.values()])
         roots = list(self._roots(frame, modules))
         with call_stack.standing(self.frames(frame)):
@@ -124,7 +134,7 @@ class Program:
                 self._sorting.ask_themselves = set(found["ask"])
                 self._anchors.paths = Paths(*(list(column) for column in found["paths"]))
                 self._anchors.follow(roots)
-        self._foreign.begin()
+                self._beginning = self.frames(frame)
         self._taking = Taking(self._sorting, self._anchors)
         return self._anchors.unknown
 
@@ -180,12 +190,14 @@ class Program:
             yield "" if name == "__main__" else name, vars(module)
         yield from ((f"(finalizer {at})", one) for at, one in enumerate(finalizers(self._is_own)))
         yield from ((f"(logger {one.name})", one) for one in loggers(self._is_own))
+        yield from decimal_variable()
+        for name, cls, attribute, value in self._foreign.added():
+            yield ".".join(filter(None, (name, cls, attribute))), value
         for made in self._made_modules():
             yield made.__name__, made
         for at in self.frames(frame):
-            if at.f_code.co_flags & 1:
-                for variable, value in at.f_locals.items():
-                    yield f"{at.f_code.co_qualname}.{variable}", value
+            for variable, value in variables(at):
+                yield f"{at.f_code.co_qualname}.{variable}", value
 
     # between two steps
 
@@ -268,9 +280,11 @@ class Program:
         for finalizer in finalizers(self._is_own):  # of the beginning's
             finalizer.detach()
         roots = Restore(self._anchors, taken.data, taken.recipes, taken.blocks, taken.sizes).put()
+        self._anchors.note_holders()
         self._anchors.loosen()
         self._foreign.put(roots["foreign"])
         put_process(roots["process"], self._environment)
         stack = [functions.suspended_from(one) if isinstance(one, tuple) else one for one in roots["stack"]]
-
+        while self._beginning:
+            call_stack.let_go(self._beginning.pop())
         return lambda answer: call_stack.go_on(stack, answer)

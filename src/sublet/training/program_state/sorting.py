@@ -21,6 +21,7 @@ from typing import Any
 
 from sublet.training.program_state import functions, references
 from sublet.training.program_state.arrays import is_tensor_class, kind_of_array
+from sublet.training.program_state.cpython import tracebacks
 from sublet.training.program_state.kinds import (
     NAMED,
     OF_THE_PROCESS,
@@ -68,6 +69,7 @@ _EXACT: dict[type, Kind] = {
     weakref.ReferenceType: references.REFERENCE,
     weakref.ProxyType: references.PROXY,
     weakref.CallableProxyType: references.PROXY,
+    types.FrameType: tracebacks.FRAME,
     types.CoroutineType: UNSAVEABLE,
     types.AsyncGeneratorType: UNSAVEABLE,
     **dict.fromkeys(functions.NAMED_TYPES, NAMED),
@@ -108,6 +110,7 @@ class Sorting:
     def __init__(self, is_own: Callable[[str], bool]) -> None:
         self.is_own = is_own
         self._known: dict[type, Kind] = dict(_EXACT)
+        self._known[types.TracebackType] = tracebacks.TracebackKind(is_own)
         #: Kinds of whoever builds on this file: which classes, and what they are.
         self.further: list[tuple[Callable[[type], bool], Kind]] = []
         self.ask_themselves: set[str] = set()  # classes by name, for the next process
@@ -144,6 +147,8 @@ class Sorting:
             return self._its_protocol(thing)
         if issubclass(cls, weakref.ReferenceType):
             return references.REFERENCE
+        if issubclass(cls, BaseExceptionGroup):
+            return tracebacks.GroupKind(cls, BaseException)
         layout = layout_of(cls)
         if _is_known_by_its_name(thing):
             return REDUCED

@@ -34,6 +34,7 @@ FAMILIES = (
     "threads",
     "effects",
     "with_torch",
+    "everyday",
 )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from sublet.training.program_state.call_stack import NotResumable
+from sublet.training.program_state.cpython.frame_memory import NotResumable
 
 _FILL, _USED, _MASK, _TABLE, _FINGER, _SMALL = 16, 24, 32, 40, 56, 64
 _ENTRY, _SMALL_COUNT = 16, 8
