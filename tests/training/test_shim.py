@@ -21,6 +21,7 @@ from sublet import shim
 from sublet.cli.runs.audit import audit
 from sublet.core.runs.exits import DRAINED_CODE
 from sublet.training import loop
+from sublet.training.scripts import rehearsal
 from tests.homes import Home
 from tests.seeds import SEED
 from tests.training.rig import Left, ended, forked, left_of
@@ -71,10 +72,18 @@ class Lives:
         assert self._forked(work) == 0, self.err.read_text()
         return self.result
 
-    def shim(self, *args: str, options: tuple[str, ...] = (), at: int = 0, number: int = 0) -> int:
+    def shim(
+        self,
+        *args: str,
+        options: tuple[str, ...] = (),
+        at: int = 0,
+        number: int = 0,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> int:
         """With a signal to itself in the body of step `at`. Started again as often as it starts itself again."""
 
         def work() -> None:
+            prepare()
             count = loop.Run.end_step
 
             def end_step(run: loop.Run) -> None:
@@ -424,6 +433,41 @@ def test_a_new_version_is_rehearsed_once(sqlite_home: Home, tmp_path: Path) -> N
     assert lives.starts == 1  # it is known of this version
     assert lives.shim("--more", options=("--name", "third")) == 0
     assert lives.starts == 2
+
+
+PHASES = """
+import ctypes, collections
+class Draw:
+    def __call__(self):
+        return {draw}
+w, draw, seen = 1.0, None, None
+for i in range(200):
+    if i == 50:
+        draw, seen = Draw(), collections.Counter()
+    w -= 0.1 * w + (draw() if draw else 0)
+print('result', w)
+"""
+
+
+@pytest.mark.parametrize(
+    ("draw", "code", "starts"), [("len(seen) / 8", 0, 3), ("ctypes.CDLL(None).rand() / 2**31", 79, 5)]
+)
+def test_a_new_phase_is_rehearsed_when_the_run_has_lasted(
+    draw: str, code: int, starts: int, sqlite_home: Home, tmp_path: Path
+) -> None:
+    """X1: what cannot be put back is refused at the first save that holds it, and not after a night."""
+
+    def at_once() -> None:
+        rehearsal.WORTH_IT_AFTER, rehearsal.MOST_REPEATED = 0, 5
+
+    lives = written(tmp_path, PHASES.format(draw=draw))
+    options = ("--name", "job", "--every", "10")
+    assert lives.shim(options=options, prepare=at_once) == code, lives.err.read_text()
+    assert lives.starts == starts
+    if code:
+        assert "came out differently when repeated after a resume: w: " in lives.err.read_text()
+    else:
+        assert "result" in lives.out.read_text()
 
 
 def eval_steps(number: int) -> float:

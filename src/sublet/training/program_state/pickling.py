@@ -87,6 +87,7 @@ class Taken:
     sizes: dict[str, int] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)  # blocks that are not saved, and their digests
     shown: dict[str, list[list[int]]] = field(default_factory=dict)  # the parts of a block that count
+    kinds: frozenset[type] = frozenset()  # of the objects in it
 
 
 class Taking:
@@ -137,6 +138,7 @@ class Taking:
             raise Unknown(pickler.last, f"{type(error).__name__}: {error}") from error
         finally:
             BLOCKS.pop()
+        kinds = frozenset(pickler.kinds)
         del pickler, things  # they hold what was met
         found = self._blocks.found
         return Taken(
@@ -145,6 +147,7 @@ class Taking:
             {name: block.holder for name, block in found.items()},
             {name: block.size for name, block in found.items()},
             shown=self._blocks.shown(self._anchors.holds),
+            kinds=kinds,
         )
 
     def _content(self, thing: Any) -> tuple[Any, Any]:
@@ -201,6 +204,7 @@ class _ProgramPickler(pickle.Pickler):
         self.frozen: list[frozenset[Any]] = []  # they are made whole, and put in order at the end
         self.temporary = {} if temporary is None else temporary  # id to number, of this taking
         self.needed: list[tuple[int, Any]] = []
+        self.kinds: set[type] = set()
         self.last: Any = None
 
     def persistent_id(self, thing: Any) -> Any:
@@ -232,6 +236,7 @@ class _ProgramPickler(pickle.Pickler):
 
     def reducer_override(self, thing: Any) -> Any:
         self.last = thing
+        self.kinds.add(type(thing))
         if type(thing) is HashedMembers:  # an object of the program is not asked what it is
             return HashedMembers, tuple(getattr(thing, field.name) for field in fields(thing))
         if type(thing) is SetLayout:  # hashes are what they were then, also those of ids

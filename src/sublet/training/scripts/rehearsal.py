@@ -7,6 +7,8 @@ Rules of this file:
 - Where something differs, it is repeated once more. What differs between two repetitions differs by itself: a
   time, a duration. That is named and left out of comparisons. What differs only from what was saved is lost
   state, and the script is refused.
+- A program has phases: an evaluation, a copy of the best model. A save that holds objects of kinds, or of
+  functions, that no rehearsal saw is rehearsed too, once the run has lasted long enough to be worth it.
 - Numbers that differ by themselves reach no weights: a script whose arrays differ between two repetitions is
   not exact, with or without a resume.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ MOST_REPEATED = 40
 #: A beginning that takes longer is not run a second time before the run has taken so many times as long.
 CHEAP_BEGINNING_US = 10 * SECOND_US
 WORTH_IT_AFTER = 33
+#: Of one version: a program that makes new kinds of objects for ever is not started again for ever.
+MOST_REHEARSALS = 4
 #: What may differ by itself without being part of a result.
 _HARMLESS = ("number", "text")
 
@@ -40,6 +44,7 @@ class RehearsalPlan:
     """When a version that was never rehearsed is saved, and started again."""
 
     beginning_us: int
+    why: str = "this version of the script is new"
     first_saved_at: int | None = None
     first_step: int = 0
     first_version: int = 0
@@ -64,17 +69,42 @@ class RememberedVersion:
     file: Path
     rehearsed: bool = False
     varies: set[str] = field(default_factory=set)  # patterns of paths
+    kinds: set[str] = field(default_factory=set)  # of what was in the states that were compared
+    rehearsals: int = 0
 
     def read(self) -> RememberedVersion:
         with contextlib.suppress(OSError, ValueError, KeyError):
             found = json.loads(self.file.read_text())
             self.rehearsed, self.varies = bool(found["rehearsed"]), set(found["varies"])
+            self.kinds, self.rehearsals = set(found["kinds"]), int(found["rehearsals"])
         return self
+
+    def plan_for(self, kinds: Collection[str], beginning_us: int, run_us: int) -> RehearsalPlan | None:
+        """A rehearsal of what no rehearsal saw yet, if there is any and the run has lasted long enough."""
+        unseen = sorted(set(kinds) - self.kinds)
+        if not unseen or not self.rehearsed or self.rehearsals >= MOST_REHEARSALS:
+            return None
+        if run_us < WORTH_IT_AFTER * (beginning_us + REPEATED_US):
+            return None
+        return RehearsalPlan(beginning_us, f"what it holds is new: {', '.join(unseen[:3])}")
+
+    def saw(self, *states: Mapping[str, Any]) -> None:
+        """These states were compared, and are equal."""
+        unseen = {kind for state in states for kind in state.get("kinds", ())} - self.kinds
+        self.rehearsals += bool(unseen)
+        self.kinds |= unseen
+        self.rehearsed = True
+        self.keep()
 
     def keep(self) -> None:
         with contextlib.suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            said = {"rehearsed": self.rehearsed, "varies": sorted(self.varies)}
+            said = {
+                "rehearsed": self.rehearsed,
+                "varies": sorted(self.varies),
+                "kinds": sorted(self.kinds),
+                "rehearsals": self.rehearsals,
+            }
             replace_file(self.file, json.dumps(said).encode())
 
     def telling(self, found: Iterable[Difference]) -> list[Difference]:

@@ -114,6 +114,8 @@ class Script:
         self._inside = False  # a training loop of the script's own
         self.is_over = False  # it was saved at its end: nothing is left to be done
         self._was_told = False  # that nothing is saved
+        self._beginning_us = 0  # what the script's beginning took
+        self._kinds: frozenset[str] = frozenset()  # of what was saved last
         self._output: PrintedOnce | None = None
         self._files: FileHistory | None = None
         self._positions: list[tuple[int, int]] = []  # step, and position in the history of the files
@@ -211,6 +213,7 @@ class Script:
         if threading.current_thread() is not threading.main_thread():
             self._around.fail(self._refusal("it trains in a thread of its own", "train in the main thread"))
         with self._busy:
+            self._beginning_us = int((time.monotonic() - self._around.began) * SECOND_US)
             _import_ahead()
             saved, self._saved = self._saved, None
             program = Program(self._own.is_own, self._around.ends_at, [(is_file, FILE)])
@@ -262,7 +265,7 @@ class Script:
             self.run.close(finished=False)
             leave_process(0)
         if self._options.rehearse and not self._version.rehearsed:
-            self._plan = RehearsalPlan(int((time.monotonic() - self._around.began) * SECOND_US))
+            self._plan = RehearsalPlan(self._beginning_us)
         self._frame = frame
         self._goes_on()
         self._frame = None
@@ -324,6 +327,8 @@ class Script:
         with self._busy:
             self._frame = frame
             self._or_leave(self.run.end_step)
+            if self._plan is None and self._kinds:
+                self._plan = self._plan_for_new_kinds()
             if self._plan is not None:
                 self._rehearse(self._plan)
             self._frame = None
@@ -354,12 +359,19 @@ class Script:
         if decided == "save":
             plan.first_version = self.run.version
         elif decided == "restart":
-            self.run.repeat_from(plan.first_version, "this version of the script is new")
+            self.run.repeat_from(plan.first_version, plan.why)
             self._around.say(
                 f"step {self.run.committed:,} is saved; it is started again once, to see that it goes on "
                 "exactly"
             )
             self._start_again()
+
+    def _plan_for_new_kinds(self) -> RehearsalPlan | None:
+        kinds, self._kinds = self._kinds, frozenset()
+        if not self._options.rehearse or self._version is None or self.run.repeats:
+            return None
+        lasted_us = int((time.monotonic() - self._around.began) * SECOND_US)
+        return self._version.plan_for(kinds, self._beginning_us, lasted_us)
 
     def _start_again(self) -> NoReturn:
         self.run.close()
@@ -394,8 +406,7 @@ class Script:
                 named = ", ".join(sorted(varies)[:6])
                 self._around.say(f"not compared, because it differs from run to run by itself: {named}")
         if not found:
-            self._version.rehearsed = True
-            self._version.keep()
+            self._version.saw(before, now)
             self._same_place_in_files(before["files"], now["files"])
         return found
 
@@ -434,6 +445,7 @@ class Script:
         assert self._program is not None
         flush_event_writers()
         taken = self._program.take(self._frame)
+        self._kinds = self._kinds_in(taken)
         position = self._file_position()
         return {
             "format": FORMAT,
@@ -448,9 +460,17 @@ class Script:
             "identity": self._identity_now(),
             "inside": self._inside,
             "place": self._place(),
+            "kinds": sorted(self._kinds),
             "files": position,
             "printed": self._output.count() if self._output is not None else 0,
         }
+
+    def _kinds_in(self, taken: Taken) -> frozenset[str]:
+        """What the state is made of: the types of its objects, and the functions that are running."""
+        assert self._program is not None
+        assert self._frame is not None
+        running = (frame.f_code.co_qualname for frame in self._program.frames(self._frame))
+        return frozenset({*(f"{kind.__module__}.{kind.__qualname__}" for kind in taken.kinds), *running})
 
     def _file_position(self) -> int:
         """Where the history of the files stands. What older saves than the last two need is forgotten."""
