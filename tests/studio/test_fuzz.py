@@ -21,7 +21,7 @@ from tests.studio.running import Running, add_session, give_lease
 schemathesis = needed("schemathesis")
 from schemathesis import GenerationMode  # noqa: E402
 
-REQUESTS = int(os.environ.get("SUBLET_FUZZ_REQUESTS", "250"))
+REQUESTS = int(os.environ.get("SUBLET_FUZZ_REQUESTS", "400"))
 SEED = int(os.environ.get("SUBLET_FUZZ_SEED", "8"))
 #: Of one route and kind, before the next one's turn.
 EACH = 12

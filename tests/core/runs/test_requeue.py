@@ -34,6 +34,12 @@ attempts = st.builds(
 limits = st.builds(
     RestartLimits, failures=st.integers(0, 3), preemptions=st.one_of(st.none(), st.integers(0, 3))
 )
+
+
+def is_done(ended: Attempt) -> bool:
+    return ended.code == 0 and not ended.killed and not ended.unfinished
+
+
 STOPPING = {Cause.STOP, Cause.TIME, Cause.MACHINE}
 
 
@@ -51,8 +57,7 @@ def test_over_any_history_the_two_budgets_hold_and_do_not_mix(
         if isinstance(decision, Leave):
             return
         tally = decision.tally
-        done = ended.code == 0 and not ended.killed and not ended.unfinished
-        assert not done, "a command that is done was started again"
+        assert not is_done(ended), "a command that is done was started again"
         assert ended.cause not in STOPPING, "somebody asked the run to stop"
         if ended.cause is Cause.LEASE or ended.killed:
             preemptions += 1
@@ -72,8 +77,7 @@ def test_a_lost_lease_is_leased_again_whatever_has_failed_before(
     bounds = replace(bounds, preemptions=None)
     lost = replace(ended, cause=Cause.LEASE)
     decision = decide(lost, RestartTally(failures=failed), bounds)
-    done = lost.code == 0 and not lost.killed
-    assert isinstance(decision, Leave if done else Restart)
+    assert isinstance(decision, Leave if is_done(lost) else Restart)
 
 
 @given(attempts, limits)
@@ -81,7 +85,7 @@ def test_asking_the_run_to_stop_always_ends_it(ended: Attempt, bounds: RestartLi
     for cause in STOPPING:
         decision = decide(replace(ended, cause=cause), RestartTally(), bounds)
         assert isinstance(decision, Leave)
-        assert (decision.outcome is Outcome.DONE) == (ended.code == 0 and not ended.killed)
+        assert (decision.outcome is Outcome.DONE) == is_done(ended)
 
 
 ROWS = [
