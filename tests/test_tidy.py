@@ -9,9 +9,10 @@ import ast
 import re
 from collections import defaultdict
 from functools import cache
+from importlib.metadata import requires
 from pathlib import Path
 
-from tests.conftest import repository
+from tests.conftest import ONLY_FOR_3_11, repository
 
 ROOT = Path(__file__).parents[1]
 SOURCE = repository("src/sublet")
@@ -118,3 +119,11 @@ def test_the_pages_use_what_is_public() -> None:
             if not PUBLIC.match(imported) and page.name not in ABOUT_PORTS:
                 wrong.append(f"{page.name}: {imported}")
     assert not wrong
+
+
+def test_what_asks_for_torch_is_for_python_3_11_only() -> None:
+    """Elsewhere it would bring the newest torch, with gigabytes of CUDA. The build backend drops the marker of an extra of our own."""
+    dev = [one for one in requires("sublet") or () if "extra == 'dev'" in one]
+    asking = [one for one in dev if re.match(r"[\w.-]+", one)[0] in ONLY_FOR_3_11]  # type: ignore[index]
+    assert len(asking) == len(ONLY_FOR_3_11)
+    assert not [one for one in asking if "python_version < '3.12'" not in one]

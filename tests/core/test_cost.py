@@ -81,7 +81,8 @@ def test_a_decision_grows_no_faster_than_the_logarithm_of_the_devices(case, kind
     cost = {}
     for devices in (SMALL, LARGE):
         found = full(devices, **setting)
-        call(found)  # what has come due by now is sorted in once
+        # What has come due by now is sorted in once. And Python 3.12 counts nothing the first time.
+        steps(lambda found=found: call(found))
         cost[devices] = steps(lambda found=found: call(found))
         answer = call(found)
         assert kind is None or isinstance(answer, kind)

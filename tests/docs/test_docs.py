@@ -17,7 +17,7 @@ from sublet.core.errors import error_tree
 from sublet.studio.holder import finding
 from tests import forked
 from tests.client.conftest import House
-from tests.conftest import repository
+from tests.conftest import ONLY_FOR_3_11, needed, repository
 from tests.homes import Home
 
 ROOT = repository("docs").parent
@@ -50,6 +50,8 @@ def test_examples_run(
     }
     if "sublet.connect()" in page.read_text():
         environment |= request.getfixturevalue("studio_environment")
+    for module in set(re.findall(r"^(?:import|from) (\w+)", page.read_text(), re.M)) & ONLY_FOR_3_11:
+        needed(module)
     ran = 0
     for kind, body in re.findall(r"^```(python|console)\n(.*?)^```", page.read_text(), re.M | re.S):
         lines = [line[2:] for line in body.splitlines() if line.startswith("$ ")]

@@ -282,7 +282,8 @@ def test_a_source_that_does_not_stop_does_not_keep_us() -> None:
 # --- signals, in real processes ---
 
 PROLOGUE = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time, warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # who forks beside our threads, from Python 3.12 on
 from sublet.processes.clock import HostClock
 from sublet.notice_bus.bus import NoticeBus
 CLOCK = HostClock()

@@ -140,6 +140,7 @@ for i in range(5):
         print([str(x)[:50] for x in new], new[6].zz is new, new[2]['a'][0] is new, new[10][0] is u, type(new[5]))
 """,
     "iterators of itertools": """
+import collections
 import itertools as it
 isl = it.islice(it.count(), 3, None, 2)
 z = zip([1, 2, 3, 4, 5, 6], 'abcdefg')
@@ -150,6 +151,8 @@ en = enumerate('abcdefgh')
 mp = map(lambda x: x + 1, range(10))
 fl = filter(lambda x: x % 2, range(20))
 rv = reversed([1, 2, 3, 4, 5, 6])
+dq = iter(collections.deque(range(9)))
+rd = reversed(collections.deque(range(9)))
 pr = it.product('ab', repeat=3)
 pm = it.permutations(range(4))
 cb = it.combinations(range(5), 2)
@@ -170,7 +173,7 @@ fc = it.chain.from_iterable([[1, 2], [3, 4], [5, 6, 7]])
 by = iter(b'abcdefgh')
 cmp = it.compress('abcdefgh', [1] * 8)
 dw = it.dropwhile(lambda x: x < 3, range(20))
-its = [isl, z, cy, ch, co, en, mp, fl, rv, pr, pm, cb, ac, gb, tk, sm, zl, li, di, ri, si, t1, rp, pw, ci, fc, by, cmp, dw]
+its = [isl, z, cy, ch, co, en, mp, fl, rv, dq, rd, pr, pm, cb, ac, gb, tk, sm, zl, li, di, ri, si, t1, rp, pw, ci, fc, by, cmp, dw]
 
 def show(x):
     try:

@@ -7,6 +7,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import collections
 import csv
 import gc
 import itertools
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sublet.training.program_state.kinds import Unknown
+
+_NO_DEQUE: collections.deque[int] = collections.deque()
+DEQUE_FORWARDS, DEQUE_BACKWARDS = type(iter(_NO_DEQUE)), type(reversed(_NO_DEQUE))
 
 
 def csv_reader(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -150,6 +154,17 @@ def new_place_in(of: Any, name: str, given: int) -> Any:
     made = reversed(view) if "reverse" in name else iter(view)
     next(itertools.islice(made, given, given), None)
     return made
+
+
+def place_in_deque(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Python says all of it, but from 3.12 on names a class that is not there."""
+    _, (of, given) = thing.__reduce__()
+    return new_place_in_deque, (of, given, type(thing) is DEQUE_BACKWARDS)
+
+
+def new_place_in_deque(of: Any, given: int, backwards: bool) -> Any:
+    kind: Any = DEQUE_BACKWARDS if backwards else DEQUE_FORWARDS
+    return kind(of, given)
 
 
 def dict_view(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

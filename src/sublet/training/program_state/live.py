@@ -28,6 +28,8 @@ from importlib import import_module
 from typing import Any
 
 from sublet.training.program_state.iterators import (
+    DEQUE_BACKWARDS,
+    DEQUE_FORWARDS,
     csv_reader,
     csv_writer,
     dict_view,
@@ -35,6 +37,7 @@ from sublet.training.program_state.iterators import (
     pairs,
     place_in,
     place_in_cycle,
+    place_in_deque,
 )
 from sublet.training.program_state.kinds import OF_THE_PROCESS, Kind, Parts, Reduced, Unknown, Value
 from sublet.training.program_state.references import FINALIZER
@@ -415,6 +418,7 @@ _KINDS: dict[type, Kind] = {
     types.MappingProxyType: MadeByCall(proxy),
     memoryview: MadeByCall(buffer_view),
     **dict.fromkeys(_PLACES, MadeByCall(place_in)),
+    **dict.fromkeys((DEQUE_FORWARDS, DEQUE_BACKWARDS), MadeByCall(place_in_deque)),
     **dict.fromkeys(_DICT_VIEWS, MadeByCall(dict_view)),
     **dict.fromkeys((staticmethod, classmethod, property, functools.cached_property), MadeByCall(descriptor)),
 }
