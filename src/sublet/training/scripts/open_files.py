@@ -183,14 +183,20 @@ def _describe_raw(file: io.FileIO) -> dict[str, Any]:
         raise Unsavable(f"{shown} is {_what_it_is(fd, info)}, which cannot be opened again where it was")
     if not file.closefd:
         raise Unsavable(f"{shown} is open on a descriptor that is somebody else's (closefd=False)")
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & _KEPT_FLAGS
     described |= {
         "path": path,
-        "flags": fcntl.fcntl(fd, fcntl.F_GETFL) & _KEPT_FLAGS,
+        "flags": flags,
         "at": os.lseek(fd, 0, os.SEEK_CUR) if path != os.devnull else 0,
         "inheritable": os.get_inheritable(fd),
-        "looks": [info.st_size, info.st_mtime_ns],
+        # When a file was written last differs each time that the same is written to it.
+        "looks": [info.st_size, info.st_mtime_ns if _is_only_read(flags) else 0],
     }
     return described | _attributes(file)
+
+
+def _is_only_read(flags: int) -> bool:
+    return flags & os.O_ACCMODE == os.O_RDONLY
 
 
 def _attributes(file: Any) -> dict[str, Any]:
@@ -233,8 +239,8 @@ def _put_raw(file: io.FileIO, described: dict[str, Any]) -> None:
         raise Stale(f"{path} was open at this step and cannot be opened: {e.strerror}") from e
     info = os.fstat(fd)
     size, mtime_ns = described["looks"]
-    read_only = flags & os.O_ACCMODE == os.O_RDONLY
-    if path != os.devnull and (info.st_size != size or (read_only and info.st_mtime_ns != mtime_ns)):
+    changed = info.st_size != size or (_is_only_read(flags) and info.st_mtime_ns != mtime_ns)
+    if path != os.devnull and changed:
         os.close(fd)
         raise Stale(
             f"{path} was open at this step with {size} bytes, and was changed since",
