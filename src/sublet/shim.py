@@ -124,6 +124,8 @@ def shim(
     watch_imports(own, running)
     code = compile(source.tree, str(path), "exec", dont_inherit=True)
     run = train(name, {"script": running}, progress=not (quiet or explain), **{**given, "every": every})
+    if running.was_changed and run.repeats:
+        run.repeat_nothing()  # it would come out differently
     running.belongs_to(run)
     hold_handlers_back()
     if explain:

@@ -406,6 +406,21 @@ def test_a_script_that_changed_does_not_go_on_unasked(sqlite_home: Home, tmp_pat
     assert float(lives.result.split()[1]) == pytest.approx(0.9**6)
 
 
+def test_a_script_that_changed_goes_on_when_asked_and_says_with_what(
+    sqlite_home: Home, tmp_path: Path
+) -> None:
+    """X3: functions that are called later are the new ones; what is running, and every value, is as it was saved."""
+    source = "RATE = 0.1\ndef left(w): return w\n" + STEPS.replace("0.1 * w", "RATE * left(w)")
+    lives = written(tmp_path, source)
+    options = ("--name", "job", "--every", "1")
+    assert lives.shim(options=options, at=4, number=signal.SIGTERM) == DRAINED_CODE
+    written(tmp_path, source.replace("return w", "return 0.0").replace("RATE = 0.1", "RATE = 0.7"))
+    assert lives.shim(options=(*options, "--changed-ok")) == 0, lives.err.read_text()
+    assert "left() changed" in lives.err.read_text()
+    assert "values, are as they were saved" in lives.err.read_text()
+    assert float(lives.result.split()[1]) == pytest.approx(0.9**4)
+
+
 def test_a_file_beside_the_script_is_a_part_of_it(sqlite_home: Home, tmp_path: Path) -> None:
     """X3."""
     (tmp_path / "rates.py").write_text("def rate():\n    return 0.1\n")

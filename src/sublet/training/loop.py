@@ -196,8 +196,8 @@ class Run:
         self._captured.put(tree, ranks.rank, ranks.world)
         self._random = self._captured.random_of(tree, ranks.rank, ranks.world)
 
-    def _repeat_nothing(self) -> None:
-        """No step is left to be made, so none is repeated: the last save is what is wanted."""
+    def repeat_nothing(self) -> None:
+        """Begin with the last save: no step is left to be made, or they would not come out alike."""
         assert self._checks is not None
         self._checks.given_up()
         self._put_back(self._parts.store.load(self.name, version=self.version))
@@ -309,7 +309,7 @@ class Run:
     def _steps(self, total: int, on_notice: str) -> Iterator[Step]:
         self._may_begin()  # asked again: much may have happened between the call and the first step
         if self._repeated is not None and total <= self.committed:
-            self._repeat_nothing()
+            self.repeat_nothing()
         clock = self._parts.clock
         self._iterating = True
         if self._random is not None:

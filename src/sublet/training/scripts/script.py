@@ -114,6 +114,7 @@ class Script:
         self._inside = False  # a training loop of the script's own
         self.is_over = False  # it was saved at its end: nothing is left to be done
         self._was_told = False  # that nothing is saved
+        self.was_changed = False  # since it was saved, and goes on all the same
         self._beginning_us = 0  # what the script's beginning took
         self._kinds: frozenset[str] = frozenset()  # of what was saved last
         self._output: PrintedOnce | None = None
@@ -501,11 +502,17 @@ class Script:
             before,
             identity_of(files, self._around.arguments, self._environment) | {"versions": before["versions"]},
         )
+        more = f" (and {len(found) - 4} more)" if len(found) > 4 else ""
+        what = f"the script is not what it was when it was saved: {'; '.join(found[:4])}{more}"
+        if found and self._options.changed_ok and not self.was_changed:
+            self.was_changed = True
+            self._around.say(
+                f"{what}. It goes on all the same: functions that are called from now on are the new ones; "
+                "those that were running, and all values, are as they were saved"
+            )
         if found and not self._options.changed_ok:
-            more = f" (and {len(found) - 4} more)" if len(found) > 4 else ""
             raise BadInput(
-                f"the script is not what it was when it was saved: {'; '.join(found[:4])}{more}; nothing was "
-                "run",
+                f"{what}; nothing was run",
                 remedy="undo the change, begin a new job with another --name, or go on with the changed one: "
                 "--changed-ok",
             )
