@@ -38,6 +38,7 @@ from sublet.ports.worker import Command, Workers
 from sublet.processes.arenas import ArenaHolder, HeldArenas
 from sublet.processes.clock import HostClock
 from sublet.processes.ladder import HostProcesses
+from sublet.processes.loop_watch import LoopBeats
 from sublet.processes.sandbox.containment import contained
 from sublet.settings import Settings, load_settings
 
@@ -221,9 +222,9 @@ def _arenas_name(settings: Settings) -> str:
     return f"{warden_lock_path(settings).stem}.arenas"
 
 
-def hold_arenas(settings: Settings, log: Callable[[str], None]) -> ArenaHolder:
+def hold_arenas(settings: Settings, log: Callable[[str], None], beats: LoopBeats) -> ArenaHolder:
     """The memory tier, for as long as a warden serves."""
-    return ArenaHolder(settings.home / "run", _arenas_name(settings), log=log)
+    return ArenaHolder(settings.home / "run", _arenas_name(settings), log=log, beats=beats)
 
 
 def regions(settings: Settings) -> DirectoryRegions:
