@@ -26,6 +26,7 @@ from typing import Any
 
 from sublet.core.checkpoints.checkpoint import MAX_MANIFEST_BYTES
 from sublet.core.values import check_job
+from sublet.machine.private_files import make_private_folder, make_private_socket
 from sublet.ports.store import Remembered
 from sublet.processes.channel.channel import reachable, receive_with_fds, send_with_fds
 from sublet.processes.clock import HostClock
@@ -80,15 +81,13 @@ class ArenaHolder:
         self._beats = beats or LoopBeats(HostClock())
         self._held: dict[tuple[int, str], _HeldArena] = {}
         self._lock = threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with reachable(folder, name) as path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             self._listener.bind(path)
-            os.chmod(
-                path, 0o666
-            )  # whoever may reach the folder; whose arenas they get is decided by who they are
+            make_private_socket(path, str(folder))
         self._listener.listen(64)
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._loop, name="sublet-arenas", daemon=True)

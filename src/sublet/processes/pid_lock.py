@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sublet.machine.private_files import make_private_folder, open_private
+
 try:
     import fcntl
 except ImportError:  # a client of a studio, not on Linux: this file is imported there, and not used
@@ -77,11 +79,15 @@ class LockTaken(Exception):
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[int]:
+def held(path: Path, *, public: bool = False) -> Iterator[int]:
     """Hold the lock, or raise `LockTaken`. Yields the file's descriptor, so that readiness can be written
-    into it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    into it. With `public` every user of the machine may read it."""
+    if public:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    else:
+        make_private_folder(path.parent)
+        fd = open_private(path, os.O_RDWR)
     try:
         for _ in range(50):
             # A process that only looks holds the lock for a moment.

@@ -16,6 +16,7 @@ from sublet.core.notice import Notice
 from sublet.core.values import SECOND_US, format_duration, parse_duration
 from sublet.leases.warden.warden import Warden
 from sublet.leases.warden.warden_process import make_warden, single_warden, warden_health, watch_loops
+from sublet.machine.private_files import make_private_folder
 from sublet.machine.process_log import ProcessLog
 from sublet.processes.arenas import ArenaHolder
 from sublet.processes.loop_watch import LoopBeats
@@ -93,7 +94,7 @@ def warden(
     if grace_us is not None and idle_exit:
         raise BadInput("--drain and --idle-exit exclude each other", remedy="leave one of them out")
     idle_us = parse_duration(idle_exit, what="idle-exit") if idle_exit else None
-    settings.home.mkdir(parents=True, exist_ok=True)
+    make_private_folder(settings.home)
     while True:
         try:
             _serve(settings, idle_us, grace_us, system=system, for_pid=for_pid)

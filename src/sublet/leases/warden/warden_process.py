@@ -125,7 +125,8 @@ def single_warden(settings: Settings, *, system: bool = False) -> Iterator[int]:
     """Hold the host's warden lock, or with `system` the machine's. Its descriptor is given so that readiness
     can be written into the file."""
     try:
-        with held(system_lock_path(settings) if system else warden_lock_path(settings)) as fd:
+        path = system_lock_path(settings) if system else warden_lock_path(settings)
+        with held(path, public=system) as fd:
             yield fd
     except LockTaken as e:
         raise WardenRunning(f"a warden already runs on this host (pid {e.pid})") from None

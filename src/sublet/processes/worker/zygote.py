@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sublet.machine.private_files import make_private_folder
 from sublet.machine.process_log import ProcessLog
 from sublet.processes.channel.channel import pair, reachable, receive_with_fds, send_with_fds
 from sublet.processes.ladder import children_of
@@ -212,7 +213,7 @@ def main() -> int:
     wanted = parser.parse_args()
     # Whoever started this may have blocked signals, as Ray's processes do; a worker must receive them.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    wanted.folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(wanted.folder)
     lock = os.open(wanted.folder / f"{wanted.name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
