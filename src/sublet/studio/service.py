@@ -32,6 +32,7 @@ from sublet.studio.edge.limits import (
     UnreadBodies,
 )
 from sublet.studio.edge.logs import ServiceLog
+from sublet.studio.edge.token_watch import TokenWatch
 from sublet.studio.edge.tracing import Tracing
 from sublet.studio.readiness import Readiness, host_warden
 from sublet.studio.views.batched_reads import BatchedReads
@@ -126,6 +127,7 @@ class Service:
         self.requests = ConcurrencyLimit(self.limits.tenant_requests, "requests being answered")
         self.streams = ConcurrencyLimit(self.limits.tenant_streams, "open streams")
         self.touches = PendingTouches(self)
+        self.tokens = TokenWatch(self)
         warden = warden or (lambda: host_warden(settings))
         self.readiness = Readiness(self, warden)
         self.meters = Meters(loops=lambda: {"warden": warden(), "session_host": self.relay.health()})

@@ -205,6 +205,10 @@ class AnswerEnd:
         self._parts_left = -1  # after DONE
         self.over = False
 
+    @property
+    def between_frames(self) -> bool:
+        return self._passing.whole
+
     def watch(self, data: bytes) -> None:
         for kind, payload in self._passing.watch(data):
             if kind == frames.DONE:
