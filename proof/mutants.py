@@ -324,6 +324,16 @@ MUTANTS = (
     one("a script that ended runs again", "X4", "training/loop.py",
         "        return kept is not None and kept.version == self.version\n", "        return False\n",
         SHIM + "test_a_script_that_ended_is_not_run_again"),
+    one("a full disk ends the thread that logs", "I4", "machine/process_log.py",
+        "        except (OSError, ValueError):\n            self._lost += 1\n", "        finally:\n            pass\n",
+        "tests/machine/test_process_log.py"),
+    one("a dead loop is a late one", "I4", "core/leasing/heartbeats.py",
+        "    if not beat.alive:\n        return f\"its loop '{beat.name}' has died\"\n", "", "tests/core/leasing/test_heartbeats.py"),
+    one("a warden leaves its deadlines to a ledger that is away", "I4", "core/leasing/heartbeats.py",
+        "        if beat.alive and beat.waits_for_ledger and has_deadlines:\n            continue\n", "",
+        "tests/core/leasing/test_heartbeats.py"),
+    one("a warden nobody can find stays", "I4", "core/leasing/heartbeats.py",
+        "    if not findable:\n", "    if False:\n", "tests/core/leasing/test_heartbeats.py"),
 )  # fmt: skip
 
 

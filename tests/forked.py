@@ -39,6 +39,8 @@ from typing import Any
 from unittest import mock
 
 import sublet
+from sublet.machine.private_files import make_private_folder
+from sublet.processes.daemonize import open_log
 from sublet.processes.daemonize import spawn_detached as _started_detached
 
 ROOT = Path(__file__).parents[1]
@@ -535,8 +537,8 @@ def spawn_detached(
     """In a session of its own, and not in our tree."""
     if any(environment.get(name, "") != value for name, value in _at_start.items()):
         return _started_detached(command, environment, log, folder)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as lines:
+    make_private_folder(log.parent)
+    with os.fdopen(open_log(log), "ab") as lines:
         return Forked(
             command,
             env=environment,

@@ -93,6 +93,20 @@ def leases_and_queues() -> list[Part]:
             counts=printed(grants=r"'granted': (\d+)", commits=r"'committed': (\d+)", kills=r"kills (\d+)"),
         ),
         Part(
+            name="disk-full",
+            shows="the disk of ledger, log and run files fills up at random moments while leases come due: each is settled, and the next one "
+            "granted, within seconds of space returning",
+            rules="I4 K2 S7",
+            command=pytest(
+                "tests/leases/warden/test_quiet_death.py::test_a_full_disk_is_survived_by_the_warden",
+                timeout_s=900,
+            ),
+            environment=asked(SUBLET_DISK_FULL=20, SUBLET_DISK_FULL_SECONDS=6),
+            expected_s=180,
+            limit_s=900,
+            counts=told(times_the_disk_was_full="SUBLET_DISK_FULL"),
+        ),
+        Part(
             name="postgres-crowd",
             shows="fifty processes on one PostgreSQL ledger, at the pace of 100,000 leases a day and as fast as it goes: no deadlock, no lost "
             "update, no growing process, no snapshot held, no bloat",

@@ -27,6 +27,7 @@ from sublet.core.values import parse_duration
 from sublet.devices.opening import installed_drivers
 from sublet.devices.probe import find_devices
 from sublet.machine.plugins import installed
+from sublet.machine.private_files import make_private_folder, tighten_home
 from sublet.machine.run_folder import RunFolder
 from sublet.ports.broker import Broker, OpenBroker
 from sublet.ports.device import Driver
@@ -38,6 +39,7 @@ from sublet.ports.worker import Command, Workers
 from sublet.processes.arenas import ArenaHolder, HeldArenas
 from sublet.processes.clock import HostClock
 from sublet.processes.ladder import HostProcesses
+from sublet.processes.loop_watch import LoopBeats
 from sublet.processes.sandbox.containment import contained
 from sublet.settings import Settings, load_settings
 
@@ -80,6 +82,7 @@ def open_ledger(settings: Settings) -> Ledger:
                 raise Misconfigured(
                     f"SUBLET_LEDGER {url[:60]!r} has no scheme", remedy="write sqlite:PATH or postgresql://…"
                 )
+            tighten_home(settings.home)
             name = {"postgres": "postgresql"}.get(scheme, scheme)
             found = _ledgers[url] = plug_in("sublet.ledgers", name)(url, CLOCK)
         return found
@@ -95,7 +98,7 @@ def migrate_ledger(settings: Settings) -> list[str]:
     from sublet.ledger.engines.sqlite.engine import apply_migrations
 
     path = sqlite_path(settings)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     return apply_migrations(path, CLOCK)
 
 
@@ -221,9 +224,9 @@ def _arenas_name(settings: Settings) -> str:
     return f"{warden_lock_path(settings).stem}.arenas"
 
 
-def hold_arenas(settings: Settings, log: Callable[[str], None]) -> ArenaHolder:
+def hold_arenas(settings: Settings, log: Callable[[str], None], beats: LoopBeats) -> ArenaHolder:
     """The memory tier, for as long as a warden serves."""
-    return ArenaHolder(settings.home / "run", _arenas_name(settings), log=log)
+    return ArenaHolder(settings.home / "run", _arenas_name(settings), log=log, beats=beats)
 
 
 def regions(settings: Settings) -> DirectoryRegions:

@@ -157,7 +157,12 @@ def running(
 
     async def main() -> None:
         service = Service(
-            ledger, settings, limits=limits, log=ServiceLog(lines.append), metrics_open=metrics_open
+            ledger,
+            settings,
+            limits=limits,
+            log=ServiceLog(lines.append),
+            metrics_open=metrics_open,
+            warden=lambda: None,
         )
         server = make_server(service, ListenAddress(host="127.0.0.1", port=port), proxies)
         service.relay = relay or Unattended(settings)

@@ -116,6 +116,13 @@ class WardenRunning(Misconfigured):
     remedy = "nothing to do: one is enough"
 
 
+class NotIsolated(Misconfigured):
+    """This host cannot keep the tenant apart from others, so nothing of it was started."""
+
+    code = "not_isolated"
+    remedy = "the session host's log says what is missing; 'sublet doctor' says what this host can do"
+
+
 class Refused(SubletError):
     """No GPU could be leased."""
 

@@ -30,7 +30,7 @@ from sublet.core.values import check_job, check_name
 from sublet.ledger.rows import SELECT_LEASE, lease_of
 from sublet.ledger.tx import Tx, policy_of, write_main
 from sublet.ledger.verbs.billing import goodput, tenants
-from sublet.ledger.verbs.journal import chain, counters, pruning, step_audit
+from sublet.ledger.verbs.journal import chain, counters, pruning, step_audit, write_proof
 from sublet.ledger.verbs.journal.archive import Archive
 from sublet.ledger.verbs.leasing import (
     after_restore,
@@ -413,6 +413,9 @@ class SqlLedger(BlockVerbs, StudioVerbs, ItemVerbs):
 
     def barrier(self) -> None:
         self.engine.barrier()
+
+    def prove_write(self) -> None:
+        self._write(write_proof.prove_write, durable=True)
 
     def unstick(self) -> str:
         return self.engine.unstick()

@@ -25,6 +25,7 @@ from sublet.core.errors import NotFound
 from sublet.core.notice import Notice
 from sublet.core.values import SECOND_US
 from sublet.machine import lease_environment
+from sublet.machine.private_files import make_private_folder
 
 if TYPE_CHECKING:
     from sublet.ports.ledger import LeaseKey
@@ -78,7 +79,7 @@ class RunFolder:
     # written by the run
 
     def make(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.path.parent)
         self.path.mkdir(mode=0o700, exist_ok=True)
 
     def record(self, **facts: Any) -> None:

@@ -14,6 +14,8 @@ import os
 import time
 from pathlib import Path
 
+from sublet.machine.private_files import make_private_folder, open_private
+
 _KEPT_SECONDS = 86_400
 
 
@@ -28,12 +30,13 @@ def say(home: Path, lease_id: str, reason: str) -> None:
         if not reason:
             (folder / lease_id).unlink(missing_ok=True)
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         for old in folder.iterdir():  # of processes that died with a note
             if time.time() - old.stat().st_mtime > _KEPT_SECONDS:
                 old.unlink(missing_ok=True)
         draft = folder / f".{lease_id}.{os.getpid()}"
-        draft.write_text(reason)
+        with os.fdopen(open_private(draft, os.O_WRONLY | os.O_TRUNC), "w") as file:
+            file.write(reason)
         draft.rename(folder / lease_id)
 
 

@@ -566,6 +566,9 @@ class Ledger(ItemLedger, Protocol):
     def barrier(self) -> None:
         """Make sure that what was merely read is durable, before acting on it outside (a kill)."""
 
+    def prove_write(self) -> None:
+        """Write something that concerns nobody, down to the disk; raises if that does not succeed."""
+
     def unstick(self) -> str:
         """Called by a warden whose ledger call hangs: free what a stopped process holds. Returns what was
         done, or ''."""

@@ -26,8 +26,11 @@ from typing import Any
 
 from sublet.core.checkpoints.checkpoint import MAX_MANIFEST_BYTES
 from sublet.core.values import check_job
+from sublet.machine.private_files import make_private_folder, make_private_socket
 from sublet.ports.store import Remembered
 from sublet.processes.channel.channel import reachable, receive_with_fds, send_with_fds
+from sublet.processes.clock import HostClock
+from sublet.processes.loop_watch import LoopBeats
 
 try:
     import fcntl
@@ -43,6 +46,7 @@ _LOOK_SECONDS = 5.0
 #: Each is three of the warden's descriptors.
 MOST_ARENAS = 200
 _CREDENTIALS = struct.Struct("iII")
+ARENAS = "arenas"
 
 
 @dataclass(slots=True)
@@ -69,21 +73,21 @@ class ArenaHolder:
         keep_seconds: float = KEEP_SECONDS,
         most_bytes: int | None = None,
         log: Callable[[str], None] = lambda _: None,
+        beats: LoopBeats | None = None,
     ) -> None:
         self._keep_seconds = keep_seconds
         self._most_bytes = most_bytes if most_bytes is not None else _half_of_memory()
         self._log = log
+        self._beats = beats or LoopBeats(HostClock())
         self._held: dict[tuple[int, str], _HeldArena] = {}
         self._lock = threading.Lock()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with reachable(folder, name) as path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             self._listener.bind(path)
-            os.chmod(
-                path, 0o666
-            )  # whoever may reach the folder; whose arenas they get is decided by who they are
+            make_private_socket(path, str(folder))
         self._listener.listen(64)
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._loop, name="sublet-arenas", daemon=True)
@@ -110,6 +114,7 @@ class ArenaHolder:
 
     def _loop(self) -> None:
         while True:
+            self._beats.turn(ARENAS)
             poller = select.poll()
             poller.register(self._stop_read, select.POLLIN)
             poller.register(self._listener, select.POLLIN)
@@ -119,6 +124,7 @@ class ArenaHolder:
                 poller.register(fd, select.POLLIN)
             for fd, _ in poller.poll(_LOOK_SECONDS * 1000):
                 if fd == self._stop_read:
+                    self._beats.over(ARENAS)
                     return
                 if fd == self._listener.fileno():
                     with contextlib.suppress(OSError):

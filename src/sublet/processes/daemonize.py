@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from sublet.machine.private_files import make_private_folder, open_private
 
 
 def spawn_detached(
@@ -12,8 +15,8 @@ def spawn_detached(
 ) -> int:
     """Start a command in a session of its own, as a child of init, and return its pid. Its output goes into
     the log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as lines:
+    make_private_folder(log.parent)
+    with os.fdopen(open_log(log), "ab") as lines:
         # The shell starts it, prints its pid and exits, so that a teardown of this process's tree does not
         # find it.
         done = subprocess.run(
@@ -27,6 +30,13 @@ def spawn_detached(
             check=True,
         )
     return int(done.stdout)
+
+
+def open_log(log: Path) -> int:
+    try:
+        return open_private(log, os.O_WRONLY | os.O_APPEND)
+    except OSError:  # a link, which an operator may have put there on purpose
+        return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
 
 def last_line(log: Path) -> str:

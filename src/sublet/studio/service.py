@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from sublet.core.errors import NotFound, SubletError
 from sublet.core.studio.token import Credential, Token
 from sublet.ports.ledger import Ledger, SessionAnswer
+from sublet.processes.loop_watch import ProcessHealth
 from sublet.settings import Settings
 from sublet.studio.edge.limits import (
     ByteRate,
@@ -31,7 +32,9 @@ from sublet.studio.edge.limits import (
     UnreadBodies,
 )
 from sublet.studio.edge.logs import ServiceLog
+from sublet.studio.edge.token_watch import TokenWatch
 from sublet.studio.edge.tracing import Tracing
+from sublet.studio.readiness import Readiness, host_warden
 from sublet.studio.views.batched_reads import BatchedReads
 from sublet.studio.views.metrics import Meters
 
@@ -105,7 +108,9 @@ class Service:
         limits: EdgeLimits | None = None,
         log: ServiceLog | None = None,
         metrics_open: bool = False,
+        warden: Callable[[], ProcessHealth | None] | None = None,
     ) -> None:
+        """`warden` tells of this host's; a test without one gives another."""
         self.ledger = ledger
         self.settings = settings
         self.host = settings["host"]
@@ -122,7 +127,10 @@ class Service:
         self.requests = ConcurrencyLimit(self.limits.tenant_requests, "requests being answered")
         self.streams = ConcurrencyLimit(self.limits.tenant_streams, "open streams")
         self.touches = PendingTouches(self)
-        self.meters = Meters()
+        self.tokens = TokenWatch(self)
+        warden = warden or (lambda: host_warden(settings))
+        self.readiness = Readiness(self, warden)
+        self.meters = Meters(loops=lambda: {"warden": warden(), "session_host": self.relay.health()})
         self.tracing = Tracing()
         self.leaving = False
         self._clock_base = time.time_ns() // 1000 - time.monotonic_ns() // 1000
@@ -132,6 +140,7 @@ class Service:
         #: Threads of their own, so that token lookups do not wait behind a listing.
         self._readers = ThreadPoolExecutor(STATEMENTS_AT_ONCE, "lookups")
         self._lookups = BatchedReads(self._readers, ledger.token_and_session, STATEMENTS_AT_ONCE)
+        self._writer = ThreadPoolExecutor(1, "health-write")
         #: Health must be reported even while every other thread waits for a ledger that does not answer.
         self._health = ThreadPoolExecutor(2, "health")
 
@@ -176,6 +185,10 @@ class Service:
         async with asyncio.timeout(seconds):
             return await asyncio.shield(future)
 
+    async def work_aside(self, verb: Callable[[], T]) -> T:
+        """Runs the write of a health check, in a thread that serves nothing else, because it may hang."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, verb)
+
     def leave(self) -> None:
         """Called once, in the event loop: the service is not ready any more, and every stream ends."""
         self.leaving = True
@@ -187,6 +200,7 @@ class Service:
         await self.live.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=False, cancel_futures=True)
         self._health.shutdown(wait=False, cancel_futures=True)
         self.tracing.close()
         self.log.close()

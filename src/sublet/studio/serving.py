@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import threading
@@ -42,8 +43,8 @@ LEAVE_SECONDS = 10
 NOTICE_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 1024
-#: How often the service checks that the session host runs.
-SESSION_HOST_SECONDS = 5.0
+#: How often the service checks that the warden and the session host run.
+HOST_LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ def serve(
         logger.handlers, logger.propagate = [bridge], False
     try:
         token = first_operator_token(ledger)
-        ensure_warden(settings, wait=False)
+        ensure_warden(settings, wait=False, for_pid=os.getpid())
         host = f"[{address.host}]" if ":" in address.host else address.host
         on_open(ServiceAddress(url=f"{address.scheme}://{host}:{sock.getsockname()[1]}", token=token))
 
@@ -195,7 +196,7 @@ def serve(
             service = Service(ledger, settings, limits=limits, log=log, metrics_open=metrics_open)
             server = make_server(service, address, proxies)
             await asyncio.get_running_loop().run_in_executor(None, _start_session_host, service)
-            keeping = asyncio.create_task(_keep_session_host_running(service))
+            keeping = asyncio.create_task(_keep_host_running(service))
             await server.serve([sock])
             keeping.cancel()
 
@@ -206,12 +207,17 @@ def serve(
         log.close()
 
 
-async def _keep_session_host_running(service: Service) -> None:
-    """Starts a killed session host again, because clients that wait for a GPU send no request that would."""
+async def _keep_host_running(service: Service) -> None:
+    """Starts a killed warden or session host again, because clients that wait for a GPU send no request that
+    would."""
     while True:
-        await asyncio.sleep(SESSION_HOST_SECONDS)
+        await asyncio.sleep(HOST_LOOK_SECONDS)
         try:
-            if service.leaving or service.relay.alive():
+            if service.leaving:
+                continue
+            # It stays while this process does: a waiter whose warden died is otherwise never served.
+            await service.work(lambda: ensure_warden(service.settings, wait=False, for_pid=os.getpid()))
+            if service.relay.alive():
                 continue
             found = await service.work(lambda: service.ledger.host_sessions(service.host))
             if any(not answer.session.ended_at for answer in found):  # without sessions it leaves by itself

@@ -29,6 +29,18 @@ def arrived(client: str, forwarded: str, proxies: Any = PROXIES) -> str:
     return door._arrived(scope)
 
 
+def test_a_forwarded_address_cannot_write_into_the_log() -> None:
+    """Issue 24: the zone of an IPv6 address is any text, and a quotation mark in it broke the line."""
+    for crafted in ('fe80::1%","tenant":"root', "fe80::1%\n{}", "::1%x"):
+        assert arrived("10.0.0.1", crafted) == "10.0.0.1"
+    lines: list[str] = []
+    log = ServiceLog(lines.append)
+    log.request("1", "GET", "/x", 200, 0.1, "ann", arrived("10.0.0.1", 'fe80::1%","tenant":"root'))
+    log.flush()
+    assert json.loads(lines[0])["tenant"] == "ann"
+    log.close()
+
+
 @pytest.mark.parametrize(
     ("client", "forwarded", "found"),
     [

@@ -386,3 +386,28 @@ def test_a_reader_that_takes_nothing_is_cut_and_the_others_hear_everything(
 def test_defaults_bound_everything() -> None:
     for field in dataclasses.fields(EdgeLimits):
         assert getattr(EdgeLimits(), field.name) > 0
+
+
+@pytest.mark.parametrize("shape", ["one long", "many"])
+def test_headers_are_counted_before_they_are_parsed(sqlite: Rig, tmp_path: Path, shape: str) -> None:
+    """Issue 24: a request whose headers came whole, in one piece, was never counted."""
+    lines = (
+        b"X-A: " + b"b" * 20_000
+        if shape == "one long"
+        else b"\r\n".join(b"X-%d: b" % i + b"c" * 300 for i in range(60))
+    )
+    with limited(sqlite, tmp_path, header_bytes=8192) as studio:
+        for _ in range(5):  # the kernel may cut what is sent anywhere
+            with studio.connect() as sock:
+                sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n\r\n")
+                assert rest(sock)[9:12] == b"431"
+        said = studio.ask("GET", "/healthz", headers={"X-A": "b" * 7000})
+        assert said.status == 200
+
+
+def test_a_large_body_is_no_large_header(sqlite: Rig, tmp_path: Path) -> None:
+    with limited(sqlite, tmp_path, header_bytes=8192) as studio, studio.connect() as sock:
+        body = b'{"vram":"1GB","ttl":"' + b"x" * 30_000 + b'"}'
+        head = b"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        sock.sendall(head % len(body) + body)
+        assert sock.recv(64)[9:12] == b"401"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from sublet.core import errors
-from sublet.core.errors import SubletError, error_tree
+from sublet.core.errors import NotDurable, SubletError, error_tree
+from sublet.processes.loop_watch import ProcessHealth
+from sublet.studio import readiness
 from sublet.studio.edge.wire import STATUS, refusal, status_of, told
 from tests.homes import wait_until
 from tests.studio.running import Running
@@ -242,22 +245,73 @@ def test_terminal_escapes_do_not_leave() -> None:
     assert body.isascii()
 
 
+CHECKS = ("serving", "ledger", "ledger_writes", "session_host", "warden")
+
+
 def test_health(studio: Running) -> None:
     assert studio.ask("GET", "/healthz").json == {"status": "ok"}
     ready = studio.ask("GET", "/readyz")
     assert ready.status == 200
-    assert ready.json["checks"] == {"serving": "ok", "ledger": "ok", "session_host": "ok"}
+    assert ready.json["checks"] == dict.fromkeys(CHECKS, "ok")
 
 
 def test_not_ready_says_which(studio_here: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studio_here.service.relay, "alive", lambda: False)
     said = studio_here.ask("GET", "/readyz")
     assert said.status == 503
-    assert said.json["checks"] == {"serving": "ok", "ledger": "ok", "session_host": "unreachable"}
+    assert said.json["checks"] == dict.fromkeys(CHECKS, "ok") | {"session_host": "unreachable"}
     monkeypatch.setattr(studio_here.ledger, "now", lambda: time.sleep(30))
     began = time.monotonic()
     assert studio_here.ask("GET", "/readyz").json["checks"]["ledger"] == "unreachable"
     assert time.monotonic() - began < 15
+
+
+def test_a_ledger_that_reads_and_cannot_be_written_is_not_ready(
+    studio_here: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 24, finding 12: a full disk was 'ready', because only a read was tried."""
+    asked: list[int] = []
+
+    def refuse() -> None:
+        asked.append(1)
+        raise NotDurable("the ledger's disk is full; the change was not made")
+
+    monkeypatch.setattr(studio_here.ledger, "prove_write", refuse)
+    said = studio_here.ask("GET", "/readyz")
+    assert said.status == 503
+    assert said.json["checks"]["ledger_writes"] == "a write was refused: its disk is full or fails"
+    for _ in range(5):
+        studio_here.ask("GET", "/readyz")
+    assert len(asked) < 5, "anybody may ask, and each time the disk had to work"
+
+
+def test_a_write_that_hangs_is_not_ready_and_is_not_begun_again(
+    studio_here: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, over = [], threading.Event()
+    monkeypatch.setattr(studio_here.ledger, "prove_write", lambda: (asked.append(1), over.wait(60)))
+    monkeypatch.setattr(readiness, "READY_SECONDS", 0.05)
+    monkeypatch.setattr(readiness, "WRITE_SECONDS", 0.0)
+    for _ in range(3):
+        assert "longer than" in studio_here.ask("GET", "/readyz").json["checks"]["ledger_writes"]
+    over.set()
+    assert len(asked) == 1
+
+
+def test_a_warden_whose_loop_hangs_is_not_ready_and_one_that_restarts_is(
+    studio_here: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = ProcessHealth(
+        pid=7, running=True, late=True, problem="its loop 'ledger' has not turned for 20s", silent_us={}
+    )
+    gone = ProcessHealth(pid=0, running=False, late=False, problem="it does not run", silent_us={})
+    ready = studio_here.service.readiness
+    monkeypatch.setattr(ready, "_warden", lambda: hangs)
+    assert "not turned for 20s" in studio_here.ask("GET", "/readyz").json["checks"]["warden"]
+    monkeypatch.setattr(ready, "_warden", lambda: gone)
+    assert studio_here.ask("GET", "/readyz").json["checks"]["warden"] == "ok"
+    monkeypatch.setattr(readiness, "WARDEN_SECONDS", 0.0)
+    assert studio_here.ask("GET", "/readyz").json["checks"]["warden"] == "it does not run"
 
 
 def test_security_headers(studio_here: Running) -> None:

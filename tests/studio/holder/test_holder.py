@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -146,7 +147,7 @@ def test_a_lock_that_outlived_its_session_host_is_waited_for(
     dead = hosted_here.kill_session_host()
     fd = os.open(finding.lock_path(settings), os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    assert os.pread(fd, 100, 0).split() == [str(dead).encode(), b"ready"]
+    assert os.pread(fd, 100, 0).split()[:2] == [str(dead).encode(), b"ready"]
     if not waited_for:
         ended = subprocess.Popen(["true"])
         wait_until(lambda: process_is_gone(ended.pid))
@@ -168,3 +169,21 @@ def test_there_is_one_session_host_and_sigterm_ends_it(hosted_here: HostedSessio
     os.kill(pid, signal.SIGTERM)
     wait_until(lambda: process_is_gone(pid))
     assert not finding.session_host_alive(hosted_here.settings)
+
+
+def test_a_log_that_can_never_be_written_stops_nothing(hosted_here: HostedSessions) -> None:
+    """Issue 24, finding 12: on a full disk the session host died of its own log."""
+    hosted_here.kill_session_host()
+    log = hosted_here.settings.home / "session-host.log"
+    log.unlink()
+    log.symlink_to("/dev/full")
+    finding.ensure_session_host(hosted_here.settings)
+    session = hosted_here.open()
+    hosted_here.becomes("active", session)
+    assert finding.session_host_health(hosted_here.settings).problem == ""
+
+
+def test_a_session_host_whose_home_was_deleted_ends(hosted_here: HostedSessions) -> None:
+    pid = finding.session_host_pid(hosted_here.settings)
+    shutil.rmtree(hosted_here.settings.home)
+    wait_until(lambda: process_is_gone(pid))

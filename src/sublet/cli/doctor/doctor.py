@@ -23,7 +23,7 @@ from sublet.core.scheduling.device import DeviceState
 from sublet.core.values import format_size
 from sublet.devices.opening import installed_drivers
 from sublet.devices.selftest import Row, try_device
-from sublet.leases.warden.warden_process import ensure_warden, warden_state
+from sublet.leases.warden.warden_process import ensure_warden, warden_health
 from sublet.ports.ledger import FoundDevice
 from sublet.processes.sandbox import containment
 from sublet.settings import SPECS, Settings, load_settings
@@ -74,8 +74,12 @@ def _check_devices(settings: Settings) -> Iterator[Check]:
                     driver.name, f"not used: {seen}", "a newer version of its libraries may know this machine"
                 )
         ensure_warden(settings)
-        _, ready, pid = warden_state(settings)
-        yield ok("warden", f"pid {pid}") if ready else fail("warden", "not running", "run 'sublet warden'")
+        warden = warden_health(settings)
+        yield (
+            fail("warden", warden.problem, "'sublet warden --status' shows its loops; its log says more")
+            if warden.problem
+            else ok("warden", f"pid {warden.pid}, all its loops turn")
+        )
         if os.geteuid() != 0:
             yield warn(
                 "teardown",

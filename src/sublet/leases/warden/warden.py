@@ -17,6 +17,7 @@ Rules of this file:
 - A draining warden gives its host back: it grants nothing more, warns every lease, and leaves when the last
   of them is settled.
 - It keeps nothing it cannot read again: a new warden rebuilds the same picture from rows (K3).
+- Each loop says at each turn that it turned; `processes.loop_watch` ends the process when one does not (I4).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import os
 import queue
 import select
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +40,7 @@ from sublet.ports.bell import SCHEDULE_TOPIC, host_topic
 from sublet.ports.clock import Clock
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.ports.processes import Processes, Receipt
+from sublet.processes.loop_watch import LoopBeats
 
 POLL_US = SECOND_US
 BEAT_US = 5 * SECOND_US
@@ -52,6 +55,11 @@ CONFIRM_US = 300_000
 TERM_WAIT_US = 200_000
 #: A ledger call this long overdue hangs.
 STUCK_US = 2 * SECOND_US
+#: How often a teardown that failed is tried before its devices are withheld, and the pause between.
+TEARDOWN_TRIES = 3
+TEARDOWN_PAUSE_S = 1.0
+BELL_WAIT_US = 5 * SECOND_US
+ENFORCING, LEDGER, BELL = "enforcing", "ledger", "bell"
 
 
 @dataclass(slots=True)
@@ -102,6 +110,7 @@ class Warden:
         *,
         idle_exit_us: int | None = None,
         needed: Callable[[], bool] = lambda: False,
+        beats: LoopBeats | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._ledger = ledger
@@ -113,6 +122,7 @@ class Warden:
         self._teardown = Teardown(processes, memory, scrub)
         self._idle_exit_us = idle_exit_us
         self._needed = needed  # by others than its leases
+        self._beats = beats or LoopBeats(clock)
         self._log = log
         self._lock = threading.Lock()
         self._shared = _Shared()
@@ -124,6 +134,7 @@ class Warden:
         self._ledger_busy_since = 0
         self._next_look_at: int | None = None  # monotonic
         self._walked_at = 0
+        self._beat_at = self._probe_at = self._neighbours_at = 0  # monotonic: when each is due again
 
     # life
 
@@ -132,11 +143,12 @@ class Warden:
         if swept:
             self._log(f"ended pids {swept}, whose supervisor was gone")
         found = [] if self._leaving else list(self._probe())
-        self._ledger.report_host(self._host, found)
-        self._found = frozenset(d.id for d in found)
-        view = self._ledger.host_view(self._host)
+        with self._beats.asking_ledger(LEDGER):
+            self._ledger.report_host(self._host, found)
+            self._found = frozenset(d.id for d in found)
+            view = self._ledger.host_view(self._host)
+            devices = {d.id: d for d in self._ledger.devices(self._host)}
         leased = self._pids_of(x.holder for x in view.leases)
-        devices = {d.id: d for d in self._ledger.devices(self._host)}
         for device in devices.values():
             self._memory.note_baseline(device, leased)
         with self._lock:
@@ -179,6 +191,11 @@ class Warden:
             self._inbox.put("stop")
             threads[0].join(timeout=2)
 
+    def has_deadlines(self) -> bool:
+        """Whether it has a holder to end that a successor would not know of without the ledger."""
+        with self._lock:
+            return any(w.lease.holder.pid and not w.ending for w in self._shared.watched.values())
+
     def leave(self, why: str, deadline_us: int) -> None:
         """Give the host back: nothing more is granted, leases are told to go by `deadline_us` (monotonic),
         and `run` ends when they are settled. Said again, the nearer deadline stands."""
@@ -199,6 +216,7 @@ class Warden:
 
     def _enforce_loop(self) -> None:
         while not self._stopping:
+            self._beats.turn(ENFORCING)
             poller = select.poll()
             poller.register(self._wake_read, select.POLLIN)
             by_fd: dict[int, _Watched] = {}
@@ -218,6 +236,7 @@ class Warden:
                     continue
                 with self._lock:
                     by_fd[fd].gone = True
+        self._beats.over(ENFORCING)
 
     def _enforce(self, watched: _Watched, now: int) -> int:
         """Act on one lease if it is due; when to come back."""
@@ -254,15 +273,7 @@ class Warden:
         lease = watched.lease
         with self._lock:
             devices = dict(self._shared.devices)
-        receipt = self._teardown.run(
-            lease.holder,
-            lease.slices,
-            devices,
-            lambda: self._neighbours(lease.id),
-            self._former_holders,
-            TERM_WAIT_US,
-            also=watched.below[1:],
-        )
+        receipt = self._torn_down(watched, devices)
         self._log(
             f"lease {lease.id}: pid {lease.holder.pid} {receipt.ladder}, proven={receipt.proven} "
             f"{receipt.detail}"
@@ -275,6 +286,28 @@ class Warden:
             self._shared.unsettled[lease.id] = _Settlement(lease, reason, detail, receipt)
         self._inbox.put("settle")
 
+    def _torn_down(self, watched: _Watched, devices: dict[str, Device]) -> Receipt:
+        """Its Receipt, also when the teardown itself fails: without one the lease would never be settled, and
+        nobody would say so."""
+        lease = watched.lease
+        for left in reversed(range(TEARDOWN_TRIES)):
+            try:
+                return self._teardown.run(
+                    lease.holder,
+                    lease.slices,
+                    devices,
+                    lambda: self._neighbours(lease.id),
+                    self._former_holders,
+                    TERM_WAIT_US,
+                    also=watched.below[1:],
+                )
+            except Exception as e:
+                problem = f"its teardown failed: {type(e).__name__}: {e}"
+                self._log(f"lease {lease.id}: {problem}")
+            if left:
+                time.sleep(TEARDOWN_PAUSE_S)
+        return Receipt(proven=False, ladder="unproven", containment="unknown", detail=problem)
+
     def _unstick(self, now: int) -> None:
         since = self._ledger_busy_since
         if since and now - since > STUCK_US:
@@ -285,16 +318,27 @@ class Warden:
     # the ledger's side
 
     def _bell_loop(self) -> None:
-        bell = self._ledger.bell()
-        for topic in (host_topic(self._host), SCHEDULE_TOPIC):
-            bell.listen(topic)
+        """Without a bell the ledger's loop still looks once a second, so what fails here is tried again."""
         while not self._stopping:
-            if bell.wait(5 * SECOND_US):
-                self._inbox.put("rang")
-        bell.close()
+            self._beats.turn(BELL)
+            try:
+                with self._beats.asking_ledger(BELL):
+                    self._hear_bell()
+            except (SubletError, OSError) as e:
+                self._log(f"bell: {type(e).__name__}: {e}")
+                time.sleep(POLL_US / 1e6)
+        self._beats.over(BELL)
+
+    def _hear_bell(self) -> None:
+        with contextlib.closing(self._ledger.bell()) as bell:
+            for topic in (host_topic(self._host), SCHEDULE_TOPIC):
+                bell.listen(topic)
+            while not self._stopping:
+                self._beats.turn(BELL)
+                if bell.wait(BELL_WAIT_US):
+                    self._inbox.put("rang")
 
     def _ledger_loop(self) -> None:
-        beat_at = probe_at = neighbours_at = 0
         idle_since = self._clock.monotonic_us()
         pause = 0
         while not self._stopping:
@@ -303,24 +347,15 @@ class Warden:
                 while True:
                     self._inbox.get_nowait()
             now = self._clock.monotonic_us()
+            self._beats.turn(LEDGER)
             try:
                 self._ledger_busy_since = now
-                if now >= beat_at:  # first: during an outage of the ledger no host was heard
-                    self._ledger.beat_host(self._host)
-                    beat_at = now + BEAT_US
-                self._end_lost()
-                self._settle()
-                self._refresh()
-                if self._leaving is not None and self._left(self._leaving):
-                    self.stop()
-                    return
-                if now >= neighbours_at:
-                    self._look_after_neighbours()
-                    neighbours_at = now + NEIGHBOURS_US
-                if probe_at and (now >= probe_at or self._taken_for_lost()):
+                with self._beats.asking_ledger(LEDGER):
+                    self._talk_to_ledger(now)
+                if self._probe_at and (now >= self._probe_at or self._taken_for_lost()):
                     self.report()
-                if now >= probe_at:
-                    probe_at = now + PROBE_US
+                if now >= self._probe_at:
+                    self._probe_at = now + PROBE_US
             except SubletError as e:
                 self._log(f"ledger: {e.code}: {e.message}")
             except Exception as e:  # the loop must outlive anything: it is what keeps the host honest
@@ -335,10 +370,24 @@ class Warden:
             if self._idle_exit_us is not None and now - idle_since >= self._idle_exit_us:
                 self._log("nothing leased here for a while: leaving")
                 self.stop()
-                return
             pause = POLL_US
             if self._next_look_at is not None:
                 pause = max(1000, min(POLL_US, self._next_look_at - now))
+        self._beats.over(LEDGER)
+
+    def _talk_to_ledger(self, now: int) -> None:
+        if now >= self._beat_at:  # first: during an outage of the ledger no host was heard
+            self._ledger.beat_host(self._host)
+            self._beat_at = now + BEAT_US
+        self._end_lost()
+        self._settle()
+        self._refresh()
+        if self._leaving is not None and self._left(self._leaving):
+            self.stop()
+            return
+        if now >= self._neighbours_at:
+            self._look_after_neighbours()
+            self._neighbours_at = now + NEIGHBOURS_US
 
     def _taken_for_lost(self) -> bool:
         """We were silent, and others have said so: requests here are refused until the devices are reported

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from sublet.core.errors import DeviceFault, Misconfigured, WardenRunning
 from sublet.core.scheduling.device import Device
@@ -24,6 +23,7 @@ from sublet.devices.opening import installed_drivers
 from sublet.leases.warden.teardown import DeviceMemory
 from sublet.leases.warden.warden import Warden
 from sublet.processes.daemonize import last_line, spawn_detached
+from sublet.processes.loop_watch import LoopBeats, LoopWatch, ProcessHealth, process_health
 from sublet.processes.pid_lock import LockTaken, held, state_of
 from sublet.processes.sandbox.containment import contained
 from sublet.settings import Settings
@@ -53,10 +53,19 @@ def system_lock_path(settings: Settings) -> Path:
     return SYSTEM_RUN / f"warden-{hashlib.sha256(address.encode()).hexdigest()[:12]}.lock"
 
 
-def warden_state(settings: Settings) -> tuple[bool, bool, int]:
-    """Whether one is running, whether it is ready, and its pid. The machine's own counts as everybody's."""
+def _lock_path(settings: Settings) -> Path:
+    """The machine's own warden counts as everybody's."""
     system = system_lock_path(settings)
-    return state_of(system if system.exists() else warden_lock_path(settings))
+    return system if system.exists() else warden_lock_path(settings)
+
+
+def warden_state(settings: Settings) -> tuple[bool, bool, int]:
+    """Whether one is running, whether it is ready, and its pid."""
+    return state_of(_lock_path(settings))
+
+
+def warden_health(settings: Settings) -> ProcessHealth:
+    return process_health(_lock_path(settings), CLOCK)
 
 
 def ensure_warden(settings: Settings, *, wait: bool = True, for_pid: int = 0) -> None:
@@ -116,7 +125,8 @@ def single_warden(settings: Settings, *, system: bool = False) -> Iterator[int]:
     """Hold the host's warden lock, or with `system` the machine's. Its descriptor is given so that readiness
     can be written into the file."""
     try:
-        with held(system_lock_path(settings) if system else warden_lock_path(settings)) as fd:
+        path = system_lock_path(settings) if system else warden_lock_path(settings)
+        with held(path, public=system) as fd:
             yield fd
     except LockTaken as e:
         raise WardenRunning(f"a warden already runs on this host (pid {e.pid})") from None
@@ -143,8 +153,26 @@ def scrub(device: Device, size: int) -> int:
     return int(done.stdout)
 
 
+def watch_loops(
+    settings: Settings,
+    lock: int,
+    beats: LoopBeats,
+    log: Callable[[str], None],
+    has_deadlines: Callable[[], bool],
+    *,
+    system: bool,
+) -> LoopWatch:
+    path = system_lock_path(settings) if system else warden_lock_path(settings)
+    return LoopWatch(beats, lock, path, settings.home, log, has_deadlines=has_deadlines)
+
+
 def make_warden(
-    settings: Settings, *, idle_exit_us: int | None, log: Any, needed: Callable[[], bool] = lambda: False
+    settings: Settings,
+    *,
+    idle_exit_us: int | None,
+    log: Callable[[str], None],
+    needed: Callable[[], bool] = lambda: False,
+    beats: LoopBeats | None = None,
 ) -> Warden:
     return Warden(
         open_ledger(settings),
@@ -156,5 +184,6 @@ def make_warden(
         scrub,
         idle_exit_us=idle_exit_us,
         needed=needed,
+        beats=beats,
         log=log,
     )

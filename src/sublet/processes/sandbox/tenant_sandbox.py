@@ -9,7 +9,8 @@ Rules of this file:
 - Where the service is root, every tenant is a user of its own, with no other groups and no way back. What it
   needs and could not reach by its rights alone (Python in a closed home) is bound into its view.
 - What the kernel refuses is left out and not claimed: the worker's containment names in words what was
-  reached.
+  reached. A user of its own is no such thing: where the service is root, a worker that cannot have one is
+  refused (I1).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from sublet.core.errors import BadInput
+from sublet.core.studio.own_uid import IsolationRefusal, not_allowed, not_mapped, not_prepared, not_readable
+from sublet.machine.process_log import ProcessLog
 from sublet.processes.ladder import read_stat
 from sublet.processes.sandbox import kernel_calls
 
@@ -188,24 +191,37 @@ def _is_mapped(number: int, kind: str) -> bool:
     return False
 
 
+class NotEntered(Exception):
+    """The worker must not begin."""
+
+    def __init__(self, refusal: IsolationRefusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
+
+
 def enter(spec: SandboxSpec, *, namespaces: bool) -> list[str]:
     """Enter the sandbox. Runs in the contained process, before any code of the tenant's; returns what was
-    reached."""
+    reached, or raises `NotEntered`."""
+    try:
+        return _enter(spec, namespaces)
+    except OSError as e:
+        raise NotEntered(not_prepared(e.strerror or type(e).__name__)) from e
+
+
+def _enter(spec: SandboxSpec, namespaces: bool) -> list[str]:
     reached: list[str] = []
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     most_files = min(most_files, OPEN_FILES_MOST) if most_files != resource.RLIM_INFINITY else OPEN_FILES_MOST
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    uid = uid_of(spec.number) if os.getuid() == 0 else None
+    uid = own_uid(spec.number) if os.getuid() == 0 else None
     if uid is not None:
-        _own_scratch(spec, uid)
+        _give_scratch(spec, uid)
     if namespaces:
         reached += _mount_view(spec, uid)
-    if uid is not None and _become(uid, spec):
-        reached.append(OWN_UID)
-    else:
-        _own_scratch(spec, os.getuid())
-        reached.append(SAME_UID)
+    if uid is not None:
+        become(uid, [*needed(), spec.scratch])
+    reached.append(SAME_UID if uid is None else OWN_UID)
     kernel_calls.drop_capabilities()
     with contextlib.suppress(OSError):  # sockets without a file are not hidden by any cover
         kernel_calls.scope_sockets_and_signals()
@@ -215,24 +231,36 @@ def enter(spec: SandboxSpec, *, namespaces: bool) -> list[str]:
     return reached
 
 
-def _own_scratch(spec: SandboxSpec, uid: int) -> None:
-    for place in (spec.scratch, os.path.join(spec.scratch, _TEMPORARY)):
-        os.chown(place, uid, -1)
+def own_uid(number: int) -> int:
+    uid = uid_of(number)
+    if uid is None:
+        raise NotEntered(not_mapped(number))
+    return uid
 
 
-def _become(uid: int, spec: SandboxSpec) -> bool:
-    if not all(_reaches(place, uid) for place in (*needed(), spec.scratch)):
-        return False  # it would find no Python
+def _give_scratch(spec: SandboxSpec, uid: int) -> None:
+    try:
+        for place in (spec.scratch, os.path.join(spec.scratch, _TEMPORARY)):
+            os.chown(place, uid, -1)
+    except OSError as e:
+        raise NotEntered(not_allowed(str(e.strerror))) from e
+
+
+def become(uid: int, places: Iterable[str]) -> None:
+    """Become this user for good, or raise `NotEntered`. `places` are what it must be able to read."""
+    for place in places:
+        if not _reaches(place, uid):
+            raise NotEntered(not_readable(uid, place))  # it would find no Python
     try:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     except OSError as e:
-        print(f"tenant sandbox: {e}", file=sys.stderr, flush=True)
-        return False
+        raise NotEntered(not_allowed(str(e.strerror))) from e
+    if {*os.getresuid(), *os.getresgid()} != {uid}:
+        raise NotEntered(not_allowed("it was made only in part"))
     # A change of uid makes a process undumpable; it may read about itself again.
     kernel_calls.prctl(kernel_calls.PR_SET_DUMPABLE, 1)
-    return True
 
 
 def needed() -> list[str]:
@@ -284,7 +312,7 @@ def _mount_view(spec: SandboxSpec, uid: int | None) -> list[str]:
                 kernel_calls.set_read_only(place, True)
         reached.insert(0, HIDDEN_HOME)
     except OSError as e:
-        print(f"tenant sandbox: {e}", file=sys.stderr, flush=True)
+        ProcessLog("tenant-sandbox")(str(e))
     finally:
         for fd in (scratch, temporary, *held.values()):
             if fd >= 0:

@@ -20,6 +20,7 @@ from sublet.core.errors import Misconfigured, WorkerLost
 from sublet.core.leasing.lease import Holder
 from sublet.core.notice import Notice
 from sublet.machine import lease_environment
+from sublet.machine.private_files import make_private_folder
 from sublet.machine.run_folder import RunFolder
 from sublet.ports.ledger import LeaseKey
 from sublet.ports.worker import CommandExit
@@ -58,7 +59,7 @@ class LocalCommand:
         self._page = run.new_page()
         self._lock = threading.Lock()
         self._left: CommandExit | None = None
-        accounts.mkdir(parents=True, exist_ok=True)
+        make_private_folder(accounts)
         ours, theirs = pair()
         self._supervisor = SupervisorLink(ours)
         with theirs:

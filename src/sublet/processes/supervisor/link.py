@@ -16,6 +16,7 @@ import socket
 import time
 from typing import Any
 
+from sublet.core.errors import NotIsolated
 from sublet.core.leasing.lease import Holder
 from sublet.processes.channel.channel import receive_with_fds
 from sublet.processes.ladder import ended
@@ -33,7 +34,8 @@ class SupervisorLink:
         self._ends_us: int | None = None
 
     def greet(self, host: str) -> dict[str, Any]:
-        """Wait for the supervisor's first message and return it; {} when it could not start."""
+        """Wait for the supervisor's first message and return it; {} when it could not start. Raises
+        `NotIsolated` when it refuses the tenant."""
         self.control.settimeout(START_SECONDS)
         try:
             hello, _ = receive_with_fds(self.control)
@@ -43,6 +45,8 @@ class SupervisorLink:
         if not hello:
             return {}
         facts: dict[str, Any] = json.loads(hello)
+        if "refused" in facts:
+            raise NotIsolated(facts["refused"], remedy=facts["remedy"])
         self.holder = Holder(host=host, pid=facts["pid"], started=facts["started"])
         self.containment = facts["containment"]
         self._pid_fd = os.pidfd_open(facts["pid"])

@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from sublet.machine.private_files import open_private
+
 
 def _path(folder: Path, pid: int, started: int) -> Path:
     return folder / f"worker-{pid}-{started}.json"
@@ -23,7 +25,8 @@ def keep(folder: Path, pid: int, started: int, facts: dict[str, Any]) -> None:
     path = _path(folder, pid, started)
     with contextlib.suppress(OSError):
         draft = path.with_suffix(".new")
-        draft.write_text(json.dumps(facts))
+        with os.fdopen(open_private(draft, os.O_WRONLY | os.O_TRUNC), "w") as file:
+            file.write(json.dumps(facts))
         draft.rename(path)
 
 

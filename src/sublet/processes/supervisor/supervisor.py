@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sublet.core.studio.own_uid import IsolationRefusal, not_prepared
 from sublet.processes.channel.channel import pair, receive_with_fds, send_with_fds
 from sublet.processes.ladder import end_children, ended, read_stat
 from sublet.processes.sandbox import containment, kernel_calls, tenant_sandbox
@@ -161,13 +162,20 @@ def _run_contained(
     if not message:
         os._exit(0)
     if sandboxed:
-        reached = tenant_sandbox.enter(
-            tenant_sandbox.SandboxSpec.read(json.loads(message)), namespaces=namespaces
-        )
+        spec = tenant_sandbox.SandboxSpec.read(json.loads(message))
+        try:
+            reached = tenant_sandbox.enter(spec, namespaces=namespaces)
+        except tenant_sandbox.NotEntered as e:
+            there.send(_refusal(e.refusal))
+            os._exit(1)
         kernel_calls.die_with_parent(1 if namespaces else supervisor)  # a change of rights takes it back
         there.send(json.dumps(reached).encode())
     there.close()
     serve(fds)
+
+
+def _refusal(refusal: IsolationRefusal) -> bytes:
+    return json.dumps({"refused": refusal.reason, "remedy": refusal.remedy}).encode()
 
 
 def _first_of_namespace(worker: int, told: int) -> NoReturn:
@@ -375,7 +383,12 @@ def spare(
     if home is None:
         send_with_fds(supervised.link, b"begin", fds[1:])
     else:
-        scratch = _begin_sandboxed(supervised, home, order["sandbox"], supervisor.started, fds[1:])
+        try:
+            scratch = _begin_sandboxed(supervised, home, order["sandbox"], supervisor.started, fds[1:])
+        except tenant_sandbox.NotEntered as e:
+            kill_all(supervised)
+            control.send(_refusal(e.refusal))
+            os._exit(0)
     for fd in fds[1:]:
         os.close(fd)
     supervised.link.close()
@@ -397,18 +410,25 @@ def _begin_sandboxed(
     supervised: SupervisedProcess, home: Path, order: dict[str, Any], started: int, fds: list[int]
 ) -> str:
     """Give the worker its sandbox and its descriptors, and return its scratch folder. What the sandbox
-    reached becomes part of the containment."""
+    reached becomes part of the containment. Raises `NotEntered` when the tenant must not run here."""
     namespaces = containment.PID_NAMESPACE in supervised.containment
-    scratch = tenant_sandbox.make_scratch(tenant_sandbox.scratch_root(home, namespaces), os.getpid(), started)
+    root = tenant_sandbox.scratch_root(home, namespaces)
+    try:
+        scratch = tenant_sandbox.make_scratch(root, os.getpid(), started)
+    except OSError as e:
+        raise tenant_sandbox.NotEntered(not_prepared(e.strerror or "its folder is somebody else's")) from e
     terms = {"number": order["number"], "hide": order["hide"], "home": str(home), "scratch": str(scratch)}
     send_with_fds(supervised.link, json.dumps(terms).encode(), fds)
     supervised.link.settimeout(ENTER_SECONDS)
     try:
-        reached = supervised.link.recv(4096)
+        reached = supervised.link.recv(1 << 16)
     except OSError:
         reached = b""
     if not reached:  # nobody's yet: whoever asked is told by our end
         kill_all(supervised)
         raise OSError("the worker could not enter its sandbox")
-    supervised.containment = tenant_sandbox.in_words(supervised.containment, json.loads(reached))
+    answer = json.loads(reached)
+    if isinstance(answer, dict):
+        raise tenant_sandbox.NotEntered(IsolationRefusal(reason=answer["refused"], remedy=answer["remedy"]))
+    supervised.containment = tenant_sandbox.in_words(supervised.containment, answer)
     return str(scratch)

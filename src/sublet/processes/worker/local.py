@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sublet.core.errors import BadInput, Misconfigured, WorkerLost
+from sublet.core.errors import BadInput, Misconfigured, NotIsolated, WorkerLost
 from sublet.core.leasing.lease import Holder
 from sublet.core.studio.frames import PARTS_MOST, read_head
 from sublet.machine import lease_environment
@@ -124,7 +124,11 @@ class LocalWorker(PackedCalls):
         self._over = False  # told to end; nothing is of use any more
         self._serial = 0
         self._ending = ""
-        facts = self._supervisor.greet(host)
+        try:
+            facts = self._supervisor.greet(host)
+        except NotIsolated:
+            self._close()
+            raise
         if not facts:
             self._close()
             raise NotServed

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from sublet.core.errors import Misconfigured
+from sublet.machine.private_files import make_private_folder
 from sublet.processes.channel.channel import reachable, send_with_fds
 from sublet.processes.daemonize import last_line, spawn_detached
 from sublet.processes.sandbox.tenant_sandbox import TenantSandbox, zygote_environment
@@ -149,7 +150,7 @@ class LocalWorkers:
             os.close(fd)
 
     def _spawn(self) -> int:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._folder)
         command = [sys.executable, "-m", "sublet.processes.worker.zygote", "--folder", str(self._folder)]
         command += ["--name", self._name, "--preload", self._preload]
         if self._idle_exit is not None:

@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sublet.machine.private_files import make_private_folder
+from sublet.machine.process_log import ProcessLog
 from sublet.processes.channel.channel import pair, reachable, receive_with_fds, send_with_fds
 from sublet.processes.ladder import children_of
 from sublet.processes.sandbox import containment, kernel_calls, tenant_sandbox
@@ -128,7 +130,7 @@ class Zygote:
                 os.setsid()
                 spare(there, self._folder, serve, self._home)
             except BaseException as e:
-                print(f"supervisor: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+                ProcessLog("supervisor")(f"{type(e).__name__}: {e}")
             finally:
                 os._exit(1)
         there.close()
@@ -211,7 +213,7 @@ def main() -> int:
     wanted = parser.parse_args()
     # Whoever started this may have blocked signals, as Ray's processes do; a worker must receive them.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    wanted.folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(wanted.folder)
     lock = os.open(wanted.folder / f"{wanted.name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,7 +229,7 @@ def main() -> int:
         try:
             importlib.import_module(module.strip())
         except ImportError as e:
-            print(f"zygote: {module} was not preloaded: {e}", file=sys.stderr, flush=True)
+            ProcessLog("zygote")(f"{module} was not preloaded: {e}")
         zygote.serve_who_waits()
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page it touches

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from sublet.core.checkpoints.checkpoint import ALIGN, MARK, MAX_MANIFEST_BYTES, ByteSpan
 from sublet.core.errors import Misconfigured, NotDurable
+from sublet.core.file_modes import file_in
 from sublet.machine.durable import make_folder, sync_path, try_hard_link, write_all
 from sublet.machine.failpoints import failpoint
 
@@ -34,6 +35,15 @@ _READ = (
     os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 )  # a pipe under a pack's name must not hold a load up
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+def _made(name: str, folder: int, more_flags: int = 0) -> int:
+    """A new file, which only its user can open, or the group that shares its folder."""
+    mode = file_in(os.fstat(folder).st_mode)
+    fd = os.open(name, _MAKE | more_flags, mode, dir_fd=folder)
+    if mode & stat.S_IRWXG:
+        os.fchmod(fd, mode)  # a umask took the group's part
+    return fd
 
 
 class DirectoryReplica:
@@ -56,7 +66,7 @@ class DirectoryReplica:
     def check(self) -> None:
         try:
             for folder in _FOLDERS:
-                make_folder(self.path / folder)
+                make_folder(self.path / folder, private=True)
                 os.close(self.open_folder(folder))
             # Also what was there already: whoever made it may have died before it was durable.
             with contextlib.suppress(PermissionError):  # not ours to read
@@ -131,7 +141,7 @@ class DirectoryReplica:
         try:
             with self._in("drafts") as drafts:
                 draft = f"manifest-{secrets.token_hex(8)}"
-                fd = os.open(draft, _MAKE, 0o644, dir_fd=drafts)
+                fd = _made(draft, drafts)
                 try:
                     try:
                         write_all(fd, data)
@@ -224,7 +234,7 @@ class DirectoryReplica:
         trial = f"clock-{secrets.token_hex(4)}"
         try:
             with self._in("drafts") as drafts:
-                fd = os.open(trial, _MAKE, 0o644, dir_fd=drafts)
+                fd = _made(trial, drafts)
                 try:
                     return os.fstat(fd).st_mtime
                 finally:
@@ -248,14 +258,14 @@ class _Draft:
         self._drafts = replica.open_folder("drafts")
         try:
             try:
-                self._fd = os.open(self._name, _MAKE | os.O_DIRECT, 0o644, dir_fd=self._drafts)
+                self._fd = _made(self._name, self._drafts, os.O_DIRECT)
                 self._direct = True
             except OSError as e:
                 if e.errno != errno.EINVAL:
                     raise
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._name, dir_fd=self._drafts)  # refused after it was created
-                self._fd, self._direct = os.open(self._name, _MAKE, 0o644, dir_fd=self._drafts), False
+                self._fd, self._direct = _made(self._name, self._drafts), False
         except BaseException:
             os.close(self._drafts)
             raise

@@ -122,12 +122,32 @@ class Connection(HttpToolsProtocol):
         if self._rest is not None:
             self._rest.came(len(data))
             return
-        super().data_received(data)
-        if self._in_headers and self._rest is None and not self.transport.is_closing():
-            self._header_bytes += len(data)
-            if self._header_bytes > self.limits.header_bytes:
+        # In pieces of what headers may have, so that no more than that is parsed before it is counted.
+        most = self.limits.header_bytes
+        for at in range(0, len(data), most):
+            self._parse(data[at : at + most])
+            if self._rest is not None or self.transport.is_closing():
+                return
+
+    def _parse(self, data: bytes) -> None:
+        room = self.limits.header_bytes - self._header_bytes
+        if self._in_headers and len(data) > room:
+            if room:
+                super().data_received(data[:room])
+                self._count(room)
+            if self._in_headers:
                 self._end_with(431)
-            elif self._late is None:
+                return
+            data = data[room:]
+            if self._rest is not None or self.transport.is_closing():
+                return
+        super().data_received(data)
+        self._count(len(data))
+
+    def _count(self, size: int) -> None:
+        if self._in_headers and self._rest is None and not self.transport.is_closing():
+            self._header_bytes += size
+            if self._late is None:
                 self._arm()
 
     def on_message_begin(self) -> None:

@@ -203,11 +203,12 @@ class _Answering:
 
 
 def _is_address(text: str) -> bool:
+    """Whether it is one that may stand in a log line. The zone of an IPv6 address may be any text at all."""
     try:
         ip_address(text)
     except ValueError:
         return False
-    return True
+    return "%" not in text
 
 
 def _within(text: str, networks: Sequence[Network]) -> bool:

@@ -18,8 +18,14 @@ from typing import Any
 
 from sublet.core.errors import BadInput, Disconnected, SubletError, error_by_code
 from sublet.core.studio import frames
+from sublet.processes.loop_watch import ProcessHealth
 from sublet.settings import Settings
-from sublet.studio.holder.finding import connected, ensure_session_host, session_host_alive
+from sublet.studio.holder.finding import (
+    connected,
+    ensure_session_host,
+    session_host_alive,
+    session_host_health,
+)
 
 CHUNK_BYTES = 1 << 16
 #: The session host beats every 10 s: silent for longer than this, it is gone.
@@ -36,6 +42,16 @@ class SessionHostRelay:
 
     def alive(self) -> bool:
         return session_host_alive(self._settings)
+
+    def health(self) -> ProcessHealth | None:
+        return session_host_health(self._settings)
+
+    def problem(self) -> str:
+        """What is wrong with the session host, in words; '' while it takes calls and its loops turn."""
+        if not self.alive():
+            return "unreachable"
+        found = self.health()
+        return found.problem if found is not None and found.late else ""
 
     @contextlib.asynccontextmanager
     async def operation(self) -> AsyncIterator[RelayedOperation]:
@@ -188,6 +204,10 @@ class AnswerEnd:
         self._passing = FrameFollower(frames.ANSWER_KINDS, keep=(frames.DONE,))
         self._parts_left = -1  # after DONE
         self.over = False
+
+    @property
+    def between_frames(self) -> bool:
+        return self._passing.whole
 
     def watch(self, data: bytes) -> None:
         for kind, payload in self._passing.watch(data):

@@ -16,6 +16,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+#: How often a stream looks whether it was told to end, and how long its last words may then take.
+LOOK_SECONDS = 0.25
+LAST_WORD_SECONDS = 0.5
+
 
 class Stream(Response):
     def __init__(
@@ -25,7 +29,9 @@ class Stream(Response):
         *,
         close: Callable[[], None] = lambda: None,
         headers: Mapping[str, str] | None = None,
+        cut_when: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`cut_when`: whether the pieces were told to end. A reader that does not take the rest is cut."""
         self.media_type = media_type
         self.status_code = 200
         self.background = None
@@ -35,6 +41,7 @@ class Stream(Response):
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._pieces = pieces
         self._close = close
+        self._cut_when = cut_when
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -43,17 +50,23 @@ class Stream(Response):
             )
             writing = asyncio.ensure_future(self._write(send))
             gone = asyncio.ensure_future(_disconnected(receive))
+            cut = asyncio.ensure_future(self._cut())
             try:
-                await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({writing, gone, cut}, return_when=asyncio.FIRST_COMPLETED)
                 if writing.done():
                     await writing
             finally:
-                for task in (writing, gone):
+                for task in (writing, gone, cut):
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError, Exception):
                         await task
         finally:
             self._close()
+
+    async def _cut(self) -> None:
+        while not self._cut_when():
+            await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(LAST_WORD_SECONDS)
 
     async def _write(self, send: Send) -> None:
         try:

@@ -18,9 +18,10 @@ from sublet.core.errors import Disconnected, Misconfigured
 from sublet.processes.channel.channel import reachable
 from sublet.processes.daemonize import last_line, spawn_detached
 from sublet.processes.ladder import read_stat
+from sublet.processes.loop_watch import ProcessHealth, process_health
 from sublet.processes.pid_lock import state_of
 from sublet.settings import Settings
-from sublet.wiring import resolved_environment
+from sublet.wiring import CLOCK, resolved_environment
 
 START_SECONDS = 20.0
 _SETTINGS = ("home", "ledger", "store", "devices", "host", "preload", "price", "placement")
@@ -44,6 +45,10 @@ def session_host_pid(settings: Settings) -> int:
     """The pid of the running session host, or 0."""
     running, _, pid = state_of(lock_path(settings))
     return pid if running else 0
+
+
+def session_host_health(settings: Settings) -> ProcessHealth:
+    return process_health(lock_path(settings), CLOCK)
 
 
 def _look(settings: Settings) -> tuple[bool, bool]:

@@ -20,7 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from sublet.core.errors import BadInput, LeaseLost, NotDurable, Refused, Stale, SubletError, WaitTimedOut
+from sublet.core.errors import (
+    BadInput,
+    LeaseLost,
+    Misconfigured,
+    NotDurable,
+    Refused,
+    Stale,
+    SubletError,
+    WaitTimedOut,
+)
 from sublet.core.leasing.lease import LeaseState
 from sublet.core.studio import frames
 from sublet.core.studio.session import OfferAnswer, StudioSession
@@ -252,6 +261,8 @@ class HeldSession:
         """Ends a session that got no lease, with the reason in its detail."""
         if isinstance(error, _NotWanted):
             return
+        if isinstance(error, Misconfigured):  # the operator's to correct, who reads the log
+            self._log(f"session {session.id}: {error.code}: {error.message}; {error.remedy}")
         if isinstance(error, LeaseLost) and not isinstance(error, WaitTimedOut):
             self._log(f"session {session.id}: {error.message}")
             return  # granted and lost before it began: the ledger has the reason, and it can be resumed

@@ -5,6 +5,7 @@ Rules of this file:
   between looks.
 - It never opens what a worker sends. It runs each tenant as a user of its own where it can.
 - It exits after holding nothing for a while. When it is ended, its workers end with it.
+- It ends itself when one of its loops has died or hangs, and when its home is gone (I4).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import contextlib
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from typing import Any
@@ -22,16 +22,18 @@ from sublet.core.errors import Disconnected, InvariantBroken, NotFound, SubletEr
 from sublet.core.studio.session import StudioSession
 from sublet.core.studio.session_reconcile import ActionKind, SessionAction, session_actions
 from sublet.core.values import DAY_US
+from sublet.machine.process_log import ProcessLog
 from sublet.ports.bell import session_topic
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.ports.worker import Worker
 from sublet.processes import pid_lock
+from sublet.processes.loop_watch import LoopBeats, LoopWatch
 from sublet.processes.sandbox.tenant_numbers import TenantNumbers
 from sublet.settings import Settings, load_settings
 from sublet.studio.holder import finding
 from sublet.studio.holder.held_session import HeldSession
 from sublet.studio.holder.serving import SessionHostServer
-from sublet.wiring import open_ledger, tenant_workers
+from sublet.wiring import CLOCK, open_ledger, tenant_workers
 
 LOOK_EVERY_US = 1_000_000
 IDLE_EXIT_SECONDS = 600.0
@@ -40,13 +42,13 @@ KEPT_US = 30 * DAY_US
 SWEEP_SECONDS = 3600.0
 
 
-def _log(line: str) -> None:
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
-    print(f"{stamp} session-host[{os.getpid()}] {line!r}"[:2000], file=sys.stderr, flush=True)
+_log = ProcessLog("session-host")
+LOOKS = "looks"
 
 
 class SessionHost:
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, beats: LoopBeats) -> None:
+        self._beats = beats
         self._settings = settings
         self._ledger = ledger
         self._numbers = TenantNumbers(settings.home / "tenant-numbers.json")
@@ -58,14 +60,20 @@ class SessionHost:
     def stop(self) -> None:
         self._stopping = True
 
+    def holds_leases(self) -> bool:
+        with self._lock:
+            return any(held.busy for held in self._sessions.values())
+
     def run(self, idle_exit: float = IDLE_EXIT_SECONDS) -> None:
         bell = self._ledger.bell()
         with contextlib.suppress(OSError):
             bell.listen(session_topic(self._settings["host"]))
         held_at = time.monotonic()
         while not self._stopping:
+            self._beats.turn(LOOKS)
             try:
-                self.look()
+                with self._beats.asking_ledger(LOOKS):
+                    self.look()
             except (Disconnected, OSError) as e:
                 _log(f"the ledger cannot be reached: {e}")
             except InvariantBroken:
@@ -74,11 +82,16 @@ class SessionHost:
                 _log(f"a look failed: {type(e).__name__}: {e}")
             now = time.monotonic()
             self._tidy(now)
-            if any(held.busy for held in self._sessions.values()):
+            if self.holds_leases():
                 held_at = now
             elif now - held_at > idle_exit:
-                return
-            bell.wait(LOOK_EVERY_US)
+                break
+            try:
+                bell.wait(LOOK_EVERY_US)
+            except (SubletError, OSError) as e:
+                _log(f"the bell cannot be heard: {type(e).__name__}: {e}")
+                time.sleep(LOOK_EVERY_US / 1e6)
+        self._beats.over(LOOKS)
 
     def look(self) -> None:
         found = self._ledger.host_sessions(self._settings["host"])
@@ -156,9 +169,10 @@ def main() -> int:
     settings = load_settings()
     _allow_many_files()
     try:
-        with pid_lock.held(finding.lock_path(settings)) as fd:
+        path, beats = finding.lock_path(settings), LoopBeats(CLOCK)
+        with pid_lock.held(path) as fd:
             ledger = open_ledger(settings)
-            session_host = SessionHost(settings, ledger)
+            session_host = SessionHost(settings, ledger, beats)
 
             def leave(*_: Any) -> None:
                 session_host.stop()
@@ -166,12 +180,14 @@ def main() -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, leave)
             server = SessionHostServer(
-                settings.home / "run", finding.socket_name(settings), session_host, _log
+                settings.home / "run", finding.socket_name(settings), session_host, beats, _log
             )
             server.start()
-            pid_lock.say_ready(fd)
-            _log(f"holding the sessions of {settings['host']}")
-            session_host.run()
+            watch = LoopWatch(beats, fd, path, settings.home, _log, has_deadlines=session_host.holds_leases)
+            with watch:
+                watch.say_ready()
+                _log(f"holding the sessions of {settings['host']}")
+                session_host.run()
     except pid_lock.LockTaken:
         return 0  # somebody else's start won
     _log("left")

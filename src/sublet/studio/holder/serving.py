@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from sublet.core.errors import BadInput, Disconnected, NotFound, SubletError
 from sublet.core.studio import frames
 from sublet.processes.channel.channel import reachable
+from sublet.processes.loop_watch import LoopBeats
 from sublet.studio.holder.call_record import CHUNK_BYTES, Bytes, CallRecord
 from sublet.studio.holder.held_session import HeldSession, told
 
@@ -30,6 +31,8 @@ BEAT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 CONNECTIONS_MOST = 2048
 PAUSE_SECONDS = 0.1
+ACCEPT_SECONDS = 5.0
+ACCEPTS = "accepts"
 _PEER = struct.Struct("3i")
 
 
@@ -39,9 +42,17 @@ class SessionLookup(Protocol):
 
 
 class SessionHostServer:
-    def __init__(self, folder: Path, name: str, sessions: SessionLookup, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        sessions: SessionLookup,
+        beats: LoopBeats,
+        log: Callable[[str], None],
+    ) -> None:
         self._folder, self._name = folder, name
         self._sessions = sessions
+        self._beats = beats
         self._log = log
         self._open = threading.BoundedSemaphore(CONNECTIONS_MOST)
         with contextlib.suppress(FileNotFoundError), reachable(folder, name) as path:
@@ -51,14 +62,18 @@ class SessionHostServer:
             self._listener.bind(path)
             os.chmod(path, 0o600)
         self._listener.listen(512)
+        self._listener.settimeout(ACCEPT_SECONDS)  # so that its loop turns while nobody connects
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="accepts", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
+            self._beats.turn(ACCEPTS)
             try:
                 sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError as e:  # too many files are open: some will be closed
                 self._log(f"a connection could not be taken: {e}")
                 time.sleep(PAUSE_SECONDS)

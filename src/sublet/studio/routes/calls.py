@@ -11,17 +11,18 @@ Rules of this file:
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import IO, Annotated, Any
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sublet.core.errors import BadInput, Elsewhere, LeaseLost, NotFound
+from sublet.core.errors import BadInput, Elsewhere, LeaseLost, NotFound, TokenExpired, TokenRevoked
 from sublet.core.studio import frames
 from sublet.core.studio.session import SessionStatus
 from sublet.core.studio.token import Credential
@@ -35,6 +36,7 @@ from sublet.studio.edge.relay import (
     failure,
 )
 from sublet.studio.edge.streams import Stream
+from sublet.studio.edge.token_watch import TokenHold
 from sublet.studio.edge.wire import Json, dumped, error_json, shown, told
 from sublet.studio.routes.requests import Interrupt, RunCode
 from sublet.studio.routes.sessions import SessionReads, session_id_of
@@ -76,9 +78,9 @@ class CallRoutes:
         return session_id, who
 
     async def _followed(
-        self, operation: RelayedOperation, head: dict[str, Any]
-    ) -> tuple[AsyncIterator[bytes], Any]:
-        """The call's output and how to close it. A call that is refused before its first output raises that
+        self, operation: RelayedOperation, head: dict[str, Any], who: Credential
+    ) -> tuple[AsyncIterator[bytes], _Held]:
+        """The call's output and what it holds. A call that is refused before its first output raises that
         error."""
         first = await operation.soon(FIRST_SECONDS)
         if first is not None and len(first) >= frames.HEADER.size and first[0] == frames.FAIL:
@@ -88,6 +90,7 @@ class CallRoutes:
                     raise failure(frames.read_head(payload))
         tenant = head["tenant"]
         self._service.streams.enter(tenant)
+        hold = self._service.tokens.join(TokenHold(who.token_id))
         closed = self._service.meters.own.stream("call")
         over = self._service.tracing.begin(
             "session.call", {"sublet.session_id": head["session"], "sublet.call_id": head["call"]}
@@ -95,11 +98,12 @@ class CallRoutes:
 
         def close() -> None:
             operation.close()
+            self._service.tokens.leave(hold)
             over()
             closed()
             self._service.streams.leave(tenant)
 
-        return _passing(self._service, operation, first), close
+        return _passing(self._service, operation, first, hold), _Held(close, hold)
 
     @terms(Access.USER, body=BodyLimit.JSON)
     async def run(self, request: Request, session_id: str, body: RunCode) -> Stream:
@@ -120,13 +124,17 @@ class CallRoutes:
                     frames.HEAD, head, [json.dumps({"code": body.code, "name": f"<{call}>"}).encode()]
                 )
             )
-            pieces, close = await self._followed(operation, head)
+            pieces, held = await self._followed(operation, head, who)
         except BaseException:
             operation.close()
             raise
         request_id = request.scope["sublet"].id
         return Stream(
-            _as_lines(pieces, call, request_id), LINES_TYPE, close=close, headers={"X-Call-Id": call}
+            _as_lines(pieces, call, request_id),
+            LINES_TYPE,
+            close=held.close,
+            headers={"X-Call-Id": call},
+            cut_when=held.is_over,
         )
 
     @terms(Access.USER, body=BodyLimit.CALL)
@@ -148,11 +156,13 @@ class CallRoutes:
         operation = await self._service.relay.begin()
         try:
             await _send_body(operation, request, head)
-            pieces, close = await self._followed(operation, head)
+            pieces, held = await self._followed(operation, head, who)
         except BaseException:
             operation.close()
             raise
-        return Stream(pieces, FRAMES_TYPE, close=close, headers={"X-Call-Id": call})
+        return Stream(
+            pieces, FRAMES_TYPE, close=held.close, headers={"X-Call-Id": call}, cut_when=held.is_over
+        )
 
     @terms(Access.USER, body=BodyLimit.CALL)
     async def answer(
@@ -206,7 +216,20 @@ class CallRoutes:
         except BaseException:
             operation.close()
             raise
-        return Stream(pieces, STATE_TYPE, close=operation.close, headers={"Content-Length": str(size)})
+        hold = self._service.tokens.join(TokenHold(who.token_id))
+
+        def close() -> None:
+            operation.close()
+            self._service.tokens.leave(hold)
+
+        # Cut short of the announced length: the reader sees that it is not whole.
+        return Stream(
+            pieces,
+            STATE_TYPE,
+            close=close,
+            headers={"Content-Length": str(size)},
+            cut_when=lambda: bool(hold.why),
+        )
 
 
 def add_calls(router: APIRouter, service: Service, sessions: SessionReads) -> None:
@@ -240,11 +263,28 @@ def add_calls(router: APIRouter, service: Service, sessions: SessionReads) -> No
     )
 
 
-async def _passing(service: Service, operation: RelayedOperation, data: bytes | None) -> AsyncIterator[bytes]:
-    """Passes output on until the call is over, the session host is gone, or the service leaves; the client
-    then attaches to the call at another service."""
+class _Held:
+    """What an open stream holds: how to give it back, and whether its token is over."""
+
+    def __init__(self, close: Callable[[], None], hold: TokenHold) -> None:
+        self.close = close
+        self._hold = hold
+
+    def is_over(self) -> bool:
+        return bool(self._hold.why)
+
+
+async def _passing(
+    service: Service, operation: RelayedOperation, data: bytes | None, hold: TokenHold
+) -> AsyncIterator[bytes]:
+    """Passes output on until the call is over, the session host is gone, its token is over, or the service
+    leaves; the client then attaches to the call at another service."""
     ending, silent = AnswerEnd(), 0.0
     while data != b"":
+        if hold.why:
+            if ending.between_frames:
+                yield _token_is_over(hold.why)
+            return
         if data is None:
             silent += LOOK_SECONDS
             if service.leaving or silent > SILENCE_SECONDS:
@@ -256,6 +296,15 @@ async def _passing(service: Service, operation: RelayedOperation, data: bytes | 
             if ending.over:
                 return
         data = await operation.soon(LOOK_SECONDS)
+
+
+def _token_is_over(why: str) -> bytes:
+    error = (TokenRevoked if why == "revoked" else TokenExpired)(
+        f"the token of this stream has {'been revoked' if why == 'revoked' else 'expired'}; the call goes on"
+    )
+    return frames.head_frame(
+        frames.FAIL, {"code": error.code, "message": error.message, "remedy": error.remedy}
+    )
 
 
 def _sends_something(request: Request) -> bool:
@@ -456,13 +505,22 @@ async def _as_lines(pieces: AsyncIterator[bytes], call: str, request_id: str) ->
 
 def _display_line(payload: bytes) -> bytes:
     try:
-        display = json.loads(payload)
+        display = json.loads(payload, parse_constant=lambda name: None, parse_float=_finite)
     except (ValueError, RecursionError):
         display = None
     if not isinstance(display, dict):
         return dumped({"kind": "display", "data": {}})
     what = display.pop("what", "display")
-    return dumped({**display, "kind": "result" if what == "result" else "display", "what": what})
+    try:
+        return dumped({**display, "kind": "result" if what == "result" else "display", "what": what})
+    except (ValueError, RecursionError):
+        return dumped({"kind": "display", "data": {}})
+
+
+def _finite(text: str) -> float | None:
+    """What no JSON has is shown as null, as a browser would: it must not cut its own stream."""
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def _error_line(payload: bytes) -> bytes:

@@ -7,7 +7,8 @@ Rules of this file:
   that has seen number N has seen all it may see up to N, and resumes from N, here or at another instance.
 - A listener's list is bounded. When it is full the stream ends with a `gap`, and the client resumes from its
   last row.
-- A tenant sees its own rows, an operator all. Streams of a revoked or expired token end within seconds.
+- A tenant sees its own rows, an operator all. The stream of a revoked or expired token ends
+  (`edge.token_watch`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from starlette.requests import Request
 
 from sublet.core.errors import BadInput, SubletError
 from sublet.core.journal.chain import Entry
-from sublet.core.studio.token import Credential, judge
+from sublet.core.studio.token import Credential
 from sublet.ports.bell import JOURNAL_TOPIC
 from sublet.ports.ledger import Followed
 from sublet.studio.edge.auth import Access, credential, is_operator, terms
 from sublet.studio.edge.streams import Stream
+from sublet.studio.edge.token_watch import TokenHold
 from sublet.studio.edge.wire import dumped
 from sublet.studio.service import Service
 
@@ -39,7 +41,6 @@ WINDOW = 1000
 #: How long after taking its number a transaction may become visible as running.
 SETTLE_SECONDS = 0.25
 BEAT_SECONDS = 15.0
-TOKENS_SECONDS = 2.0
 #: A client that missed more rows than this gets a `gap` and reloads everything instead.
 BACKLOG_ROWS = 20_000
 
@@ -136,7 +137,7 @@ class LiveEvents:
         )  # before the first request
         self._order = JournalOrder(max(0, newest[-1][0] - WINDOW) if newest else 0)
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._read()), loop.create_task(self._watch_tokens())]
+        self._tasks = [loop.create_task(self._read()), loop.create_task(self._service.tokens.run())]
         threading.Thread(target=self._hear, args=(loop,), name="journal-bell", daemon=True).start()
 
     def tell_all(self, why: str) -> None:
@@ -236,23 +237,6 @@ class LiveEvents:
                 if not left:
                     self._watched.pop(subject, None)
 
-    async def _watch_tokens(self) -> None:
-        while True:
-            await asyncio.sleep(TOKENS_SECONDS)
-            for token_id in {listener.who.token_id for listener in self._listeners}:
-                over = await self._over(token_id)
-                if over:
-                    for listener in self._listeners:
-                        if listener.who.token_id == token_id:
-                            listener.end(f"token_{over}")
-
-    async def _over(self, token_id: str) -> str:
-        try:
-            token = (await self._service.look_up(token_id))[0]
-        except SubletError:
-            return ""  # the ledger cannot be reached, so nobody gets in and nothing new is sent
-        return "revoked" if token is None else judge(token, self._service.now_us())
-
 
 def event_bytes(number: int, entry: Entry) -> bytes:
     """One server-sent event. `body` is JSON text already, in one line."""
@@ -340,12 +324,19 @@ def add_events(router: APIRouter, service: Service) -> None:
         service.streams.enter(who.tenant)
         over = service.meters.own.stream("events")
         listener = EventListener(who, service.limits.stream_events)
+        hold = service.tokens.join(TokenHold(who.token_id, lambda why: listener.end(f"token_{why}")))
         if service.leaving:
             listener.end("leaving")
 
         def close() -> None:
             service.live.leave(listener)
+            service.tokens.leave(hold)
             over()
             service.streams.leave(who.tenant)
 
-        return Stream(_events(service, listener, after), "text/event-stream", close=close)
+        return Stream(
+            _events(service, listener, after),
+            "text/event-stream",
+            close=close,
+            cut_when=lambda: bool(hold.why),
+        )

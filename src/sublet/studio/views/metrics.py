@@ -29,6 +29,7 @@ from sublet.core.studio.session import SessionStatus, status
 from sublet.core.values import SECOND_US
 from sublet.devices.utilisation import Load, loads
 from sublet.ports.ledger import Ledger, MeterPage
+from sublet.processes.loop_watch import ProcessHealth
 from sublet.studio.views.exposition import MetricSeries, MetricsPage, millionths
 
 _MIB = 1 << 20
@@ -107,6 +108,13 @@ TABLE: tuple[MetricSeries, ...] = (
     ),
     MetricSeries("sublet_http_streams", "gauge", "Streams this process holds open."),
     MetricSeries("sublet_scrape_seconds", "gauge", "How long it took to read what is new for this page."),
+    # of this host's background processes
+    MetricSeries("sublet_process_up", "gauge", "Whether this host's warden and session host run (1 or 0)."),
+    MetricSeries(
+        "sublet_loop_silent_seconds",
+        "gauge",
+        "How long ago each of their loops turned; it grows if one hangs.",
+    ),
     MetricSeries("process_resident_memory_bytes", "gauge", "Memory of this process."),
     MetricSeries("process_cpu_seconds_total", "counter", "CPU time of this process."),
     MetricSeries("process_open_fds", "gauge", "Open files of this process."),
@@ -194,7 +202,12 @@ class OwnMeter:
 class Meters:
     """Everything one service exposes. Created once per process."""
 
-    def __init__(self, utilisation: Callable[[], Mapping[str, Load]] = loads) -> None:
+    def __init__(
+        self,
+        utilisation: Callable[[], Mapping[str, Load]] = loads,
+        loops: Callable[[], Mapping[str, ProcessHealth | None]] = dict,
+    ) -> None:
+        self._loops = loops
         self.own = OwnMeter()
         self._ledger = LedgerMeter()
         self._utilisation = utilisation
@@ -211,6 +224,7 @@ class Meters:
             page.tell("sublet_tenant_weight", tenant.weight, {"tenant": tenant.name})
         page.tell("sublet_scrape_seconds", millionths(round((time.monotonic() - began) * SECOND_US)))
         self.own.tell(page)
+        _tell_loops(page, self._loops())
         _tell_process(page)
         return page.text()
 
@@ -320,6 +334,16 @@ def _booted_at() -> int:
     """The kernel's boot time in seconds since 1970, read once so that setting the clock does not move it."""
     lines = Path("/proc/stat").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("btime ")).split()[1])
+
+
+def _tell_loops(page: MetricsPage, processes: Mapping[str, ProcessHealth | None]) -> None:
+    for process, health in processes.items():
+        if health is None:
+            continue
+        page.tell("sublet_process_up", int(health.running), {"process": process})
+        for loop, silent_us in health.silent_us.items():
+            labels = {"process": process, "loop": loop}
+            page.tell("sublet_loop_silent_seconds", millionths(silent_us), labels)
 
 
 def _tell_process(page: MetricsPage) -> None:

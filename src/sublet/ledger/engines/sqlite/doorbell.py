@@ -13,6 +13,9 @@ import ctypes
 import os
 import select
 import time
+from pathlib import Path
+
+from sublet.machine.private_files import make_private_folder, open_private
 
 _IN_ATTRIB = 0x4
 _IN_NONBLOCK = 0o4000
@@ -38,7 +41,7 @@ class FileBell:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        os.makedirs(folder, exist_ok=True)
+        make_private_folder(Path(folder))
         self._fd = _libc.inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
         self._watches: dict[str, int] = {}
         self._rung_at: dict[str, int] = {}  # of each topic, where there is no inotify
@@ -47,7 +50,7 @@ class FileBell:
         if topic in self._watches:
             return
         path = _file(self._folder, topic)
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        os.close(open_private(path, os.O_WRONLY))
         if self._fd < 0:
             self._watches[topic] = -1
             self._rung_at[topic] = _touched(path)

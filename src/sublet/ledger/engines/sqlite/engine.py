@@ -39,11 +39,13 @@ from sublet.core.leasing.policy import Policy
 from sublet.ledger.engines.connection_pool import ConnectionPool
 from sublet.ledger.engines.sqlite import doorbell
 from sublet.ledger.engines.sqlite.combiner import Combiner, PendingWrite
+from sublet.ledger.engines.sqlite.ledger_file import NETWORK_FILE_SYSTEMS, make_ledger_private
 from sublet.ledger.engines.sqlite.writer_lock import free_writer_lock, writer_lock
 from sublet.ledger.ledger import SqlLedger
 from sublet.ledger.schema import versions
 from sublet.ledger.tx import PoolRow, Row, Tx
 from sublet.machine.failpoints import failpoint
+from sublet.machine.private_files import make_private_folder, open_private
 from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
 
@@ -51,25 +53,6 @@ T = TypeVar("T")
 
 #: 3.7.0 to 3.51.2 can corrupt a write-ahead log that is reset while another connection reads it.
 OLDEST_LIBRARY = (3, 51, 3)
-NETWORK_FILE_SYSTEMS = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "9p",
-        "afs",
-        "ceph",
-        "glusterfs",
-        "lustre",
-        "beegfs",
-        "fuse.sshfs",
-        "fuse.glusterfs",
-        "fuse.ceph",
-    ]
-)
 #: How long another process may take to make a ledger of a new file.
 MIGRATE_SECONDS = 5.0
 #: Waiting threads of one process above which one commits for all.
@@ -175,7 +158,7 @@ class _Connection:
         # The log must keep its inode while anybody may fsync it.
         keep = ctypes.c_int(1)
         self.db.file_control("main", apsw.SQLITE_FCNTL_PERSIST_WAL, ctypes.addressof(keep))
-        self.writer_lock = os.open(f"{path}-gate", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self.writer_lock = open_private(f"{path}-gate", os.O_RDWR)
         self._wal_path = f"{path}-wal"
         self._wal = -1
 
@@ -567,10 +550,11 @@ def open_ledger(url: str, clock: Clock) -> SqlLedger:
     path = Path(url.removeprefix("sqlite:")).expanduser()
     check_library(library_version())
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
     except OSError as e:
         raise Misconfigured(f"the ledger's folder {path.parent} cannot be made: {e.strerror}") from e
     check_place(path)
+    make_ledger_private(Path(os.path.realpath(path)))
     with _translated:
         db = apsw.Connection(str(path))
         try:
