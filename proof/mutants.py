@@ -39,6 +39,7 @@ RULES = (
     *(f"K{n}" for n in range(1, 4)),
     "A1",
     *(f"X{n}" for n in range(1, 5)),
+    "I4",
 )
 #: A test that takes longer than this under a mutant counts as hung.
 SECONDS = 240
@@ -356,7 +357,7 @@ def applied(mutant: Mutant, source: Path) -> dict[Path, str]:
 
 def ids_in(text: str) -> set[str]:
     """The invariants a text names: by themselves, or within "L1-L5"."""
-    found = set(re.findall(r"\b[LSCTKAX][1-8]\b", text))
+    found = set(re.findall(r"\b[LSCTKAXI][1-8]\b", text))
     for kind, first, last in re.findall(r"\b([LSCTKX])([1-8])-\1([1-8])\b", text):
         found |= {f"{kind}{n}" for n in range(int(first), int(last) + 1)}
     return found

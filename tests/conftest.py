@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, settings
 from sublet.testing.postgres import PostgresServer, find_binaries
 from tests.seeds import NEW_CASES
 
+# A server that a test starts is forked, and gRPC would ask its threads to stand still for that.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+
 #: Fixtures that many folders use: a home with its warden, and a CUDA driver made of C.
 pytest_plugins = ["tests.homes", "tests.devices.cuda_shim"]
 

@@ -30,7 +30,13 @@ from sublet.core.values import format_size
 from sublet.settings import load_settings, variable
 from sublet.training.program_state.loader_workers import watch_loaders
 from sublet.training.scripts import event_writers
-from sublet.training.scripts.boundaries import NAME, Source, uses_sublet_train, with_boundaries
+from sublet.training.scripts.boundaries import (
+    NAME,
+    Source,
+    orders_by_hash,
+    uses_sublet_train,
+    with_boundaries,
+)
 from sublet.training.scripts.ending import FINISHED, ProcessStart, leave_process, let_go
 from sublet.training.scripts.file_history import FileHistory
 from sublet.training.scripts.importing import OwnFinder, OwnModules, WhenImported, remember_visibly
@@ -124,6 +130,11 @@ def shim(
     watch_imports(own, running)
     code = compile(source.tree, str(path), "exec", dont_inherit=True)
     run = train(name, {"script": running}, progress=not (quiet or explain), **{**given, "every": every})
+    if not run.version and _has_our_hash_seed and orders_by_hash(source.tree):
+        around.say(
+            f"sets of texts are in the order of PYTHONHASHSEED={HASH_SEED} in each of its starts; plain Python "
+            "draws another order each time"
+        )
     if running.was_changed and run.repeats:
         run.repeat_nothing()  # it would come out differently
     running.belongs_to(run)
@@ -257,13 +268,19 @@ def main() -> None:
     sys.exit(code)
 
 
+#: Set before anything runs.
+_has_our_hash_seed = False
+
+
 def with_one_hash_seed() -> None:
     """Each process of a script gives sets of texts the same order: this one begins again if it would not."""
+    global _has_our_hash_seed
     if os.environ.get("PYTHONHASHSEED", "random") == "random":
         environment = os.environ | {"PYTHONHASHSEED": HASH_SEED}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     if os.environ["PYTHONHASHSEED"] == HASH_SEED:
         del os.environ["PYTHONHASHSEED"]  # what the script starts is as it would be without us
+        _has_our_hash_seed = True
 
 
 if __name__ == "__main__":

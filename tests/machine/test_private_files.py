@@ -50,7 +50,7 @@ def _modes(folder: Path) -> dict[str, str]:
 
 @pytest.mark.usefixtures("open_umask")
 def test_nothing_in_a_home_is_anybody_elses(hosted_here: HostedSessions) -> None:  # noqa: F811
-    """Issue 24, finding 3: 0755 and 0644, so any account could read the ledger and the packs."""
+    """With 0755 and 0644 any account could read the ledger and the packs."""
     settings = hosted_here.settings
     with sublet.gpu(vram="1GiB", ttl="1m", holder="worker") as lease:
         assert lease.run(abs, -1) == 1
@@ -154,7 +154,7 @@ def anybodys() -> Iterator[Path]:
 
 
 def test_a_stranger_cannot_take_the_lock_that_writers_wait_for(anybodys: Path) -> None:
-    """Issue 24, finding 3: whoever could read the gate file could hold its lock, and everybody waited."""
+    """Whoever could read the gate file could hold its lock, and everybody waited."""
     ledger = open_ledger(f"sqlite:{anybodys}/ledger.db", HostClock())
     ledger.prove_write()
 
@@ -176,7 +176,7 @@ def test_a_ledger_of_somebody_else_is_refused_in_words(anybodys: Path) -> None:
 
 
 def test_a_group_shares_a_ledger_in_its_folder(anybodys: Path) -> None:
-    """Issue 24, finding 14: with a umask of 022 the second user got a PermissionError."""
+    """Also with a umask of 022, which made what one wrote read-only for the others."""
     os.chown(anybodys, -1, GROUP)
     os.chmod(anybodys, 0o2770)
 

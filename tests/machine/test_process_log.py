@@ -1,4 +1,4 @@
-"""Issue 24, finding 12: a line that cannot be written must not end the thread that wanted to write it."""
+"""I4: a line that cannot be written must not end the thread that wanted to write it."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def mutant(*changes: tuple[str, str]) -> type[DirectoryReplica]:
 SYNC_PACK = "            os.fsync(self._fd)\n"
 PUBLISH_PACK = '            self._replica.publish_draft(self._drafts, self._name, "packs", f"{pack}.pack")\n'
 CUT_PACK = "            os.ftruncate(self._fd, pieces[-1].end if pieces else 0)\n"
-MAKE_FOLDER = "                make_folder(self.path / folder)\n"
+MAKE_FOLDER = "                make_folder(self.path / folder, private=True)\n"
 NOT_DURABLY = "                (self.path / folder).mkdir(parents=True, exist_ok=True)\n"
 MUTANTS: dict[str, list[tuple[str, str]]] = {
     "a pack is not synced": [(SYNC_PACK, "")],

@@ -284,8 +284,10 @@ print("result", list(words), os.environ.get("PYTHONHASHSEED"))
 
 def test_sets_of_texts_have_one_order_in_all_processes(sqlite_home: Home, tmp_path: Path) -> None:
     (tmp_path / "order.py").write_text(ORDER)
-    said = [command(sqlite_home, tmp_path, "--name", name, "order.py").stdout for name in ("one", "two")]
+    ended = [command(sqlite_home, tmp_path, "--name", name, "order.py") for name in ("one", "two")]
+    said = [one.stdout for one in ended]
     assert said[0] == said[1] != ""
+    assert "PYTHONHASHSEED=20260" in ended[0].stderr  # plain Python draws another, and this one is named
     assert said[0].rstrip().endswith("None")  # and the script's own processes are as they would be
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from sublet.processes.loop_watch import EXIT_BROKEN
 from tests.conftest import need
 from tests.homes import Home, close_home, make_home, process_is_gone
 from tests.leases.test_lease import HOLD, held, ledger_of
+from tests.seeds import SEED
 from tests.waiting import wait_until
 
 ROUNDS = int(os.environ.get("SUBLET_DISK_FULL", "1"))
@@ -66,7 +68,7 @@ BROKEN = """
 def test_a_warden_whose_ledger_loop_is_broken_ends_and_another_takes_over(
     sqlite_home: Home, how: str
 ) -> None:
-    """Issue 24, finding 12: the lock said ready, and an expired lease was never ended."""
+    """The lock said ready, and an expired lease was never ended."""
     broken = sqlite_home.start(BROKEN, how)
     assert broken.wait(timeout=60) == EXIT_BROKEN
     holder = sqlite_home.start(HOLD, "2s")
@@ -97,7 +99,7 @@ def test_a_log_that_can_never_be_written_stops_nothing(sqlite_home: Home) -> Non
 
 def test_what_its_loops_do_is_shown(sqlite_home: Home) -> None:
     def status() -> subprocess.CompletedProcess[str]:
-        command = [os.sys.executable, "-m", "sublet", "warden", "--status"]  # type: ignore[attr-defined]
+        command = [sys.executable, "-m", "sublet", "warden", "--status"]
         return subprocess.run(command, capture_output=True, text=True, env=sqlite_home.environment)
 
     none = status()
@@ -170,9 +172,8 @@ class Queue:
 
 
 def test_a_full_disk_is_survived_by_the_warden(small_disk: Path, small_home: Home) -> None:
-    """Issue 24, finding 12: leases come due while nothing can be written. When there is room again everything settles,
-    with no hand moved."""
-    random_pause = random.Random(os.environ.get("SUBLET_SEED", "24"))
+    """Leases come due while nothing can be written. When there is room again everything settles, with no hand moved."""
+    random_pause = random.Random(SEED)
     warden_process.ensure_warden(small_home.settings)
     ledger = ledger_of(small_home)
     queue = Queue(small_home, ledger)

@@ -1,4 +1,4 @@
-"""Issue 24, finding 2: where the service is root, a tenant's worker is a user of its own or is refused. Never root."""
+"""Where the service is root, a tenant's worker is a user of its own or is refused. Never root."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def arrived(client: str, forwarded: str, proxies: Any = PROXIES) -> str:
 
 
 def test_a_forwarded_address_cannot_write_into_the_log() -> None:
-    """Issue 24: the zone of an IPv6 address is any text, and a quotation mark in it broke the line."""
+    """The zone of an IPv6 address is any text, and a quotation mark in it broke the line."""
     for crafted in ('fe80::1%","tenant":"root', "fe80::1%\n{}", "::1%x"):
         assert arrived("10.0.0.1", crafted) == "10.0.0.1"
     lines: list[str] = []

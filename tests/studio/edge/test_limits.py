@@ -390,7 +390,7 @@ def test_defaults_bound_everything() -> None:
 
 @pytest.mark.parametrize("shape", ["one long", "many"])
 def test_headers_are_counted_before_they_are_parsed(sqlite: Rig, tmp_path: Path, shape: str) -> None:
-    """Issue 24: a request whose headers came whole, in one piece, was never counted."""
+    """A request whose headers came whole, in one piece, was never counted."""
     lines = (
         b"X-A: " + b"b" * 20_000
         if shape == "one long"

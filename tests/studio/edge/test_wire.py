@@ -269,7 +269,7 @@ def test_not_ready_says_which(studio_here: Running, monkeypatch: pytest.MonkeyPa
 def test_a_ledger_that_reads_and_cannot_be_written_is_not_ready(
     studio_here: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 24, finding 12: a full disk was 'ready', because only a read was tried."""
+    """A full disk was 'ready', because only a read was tried."""
     asked: list[int] = []
 
     def refuse() -> None:

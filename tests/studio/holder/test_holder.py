@@ -172,7 +172,7 @@ def test_there_is_one_session_host_and_sigterm_ends_it(hosted_here: HostedSessio
 
 
 def test_a_log_that_can_never_be_written_stops_nothing(hosted_here: HostedSessions) -> None:
-    """Issue 24, finding 12: on a full disk the session host died of its own log."""
+    """On a full disk the session host died of its own log."""
     hosted_here.kill_session_host()
     log = hosted_here.settings.home / "session-host.log"
     log.unlink()

@@ -1,4 +1,4 @@
-"""Issue 24, finding 6, and threat 30: a token that is revoked ends every stream it has, within 2 s, and not the call."""
+"""Threat 30: a token that is revoked ends every stream it has, within 2 s, and not the call."""
 
 from __future__ import annotations
 

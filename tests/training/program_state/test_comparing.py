@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+
 import pytest
 
-from sublet.training.program_state.comparing import pattern_of
+from sublet.training.program_state.comparing import StateToCompare, differences, pattern_of
+from sublet.training.program_state.kinds import ListKind
 from tests.conftest import needed
 from tests.training.program_state.carried import differences_between
 
@@ -201,3 +205,41 @@ def test_what_is_equal_is_equal_however_it_came_about(name: str) -> None:
 def test_places_in_a_list_vary_alike() -> None:
     assert pattern_of("times[17].a[3]") == pattern_of("times[4].a[0]") == "times[…].a[…]"
     assert pattern_of("times['x']") != pattern_of("times['y']")
+
+
+class Numbered:
+    """In a state: an object of the program's beginning."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Writer(pickle.Pickler):
+    def persistent_id(self, thing: object) -> int | None:
+        return thing.number if isinstance(thing, Numbered) else None
+
+
+def state(roots: object, contents: dict[int, list[int]]) -> StateToCompare:
+    file = io.BytesIO()
+    writer = Writer(file, protocol=5)
+    writer.dump(roots)
+    writer.dump([(number, ListKind.fill, content) for number, content in contents.items()])
+    return StateToCompare(file.getvalue(), {}.get, lambda number: f"#{number}")
+
+
+def test_a_new_object_that_lies_where_another_one_lay_is_compared_by_what_it_holds() -> None:
+    """Nothing can refer to a list weakly: one that is made at the place of one of the beginning has its number."""
+    first = Numbered(5)
+    mine = [1, 2]
+    assert differences(state({"a": first, "b": first}, {5: [1, 2]}), state({"a": mine, "b": mine}, {})) == []
+    assert differences(state({"a": mine}, {}), state({"a": first}, {5: [1, 2]})) == []
+    (found,) = differences(state({"a": first}, {5: [1, 2]}), state({"a": [1, 3]}, {}))
+    assert (found.path, found.before, found.now) == ("a[1]", "2", "3")
+    # One object is not two.
+    assert differences(state({"a": first, "b": first}, {5: [1, 2]}), state({"a": mine, "b": [1, 2]}, {}))
+    assert differences(
+        state({"a": first, "b": first}, {5: [1, 2]}), state({"a": mine, "b": first}, {5: [1, 2]})
+    )
+    assert differences(
+        state({"a": first, "b": first}, {5: [1, 2]}), state({"a": first, "b": mine}, {5: [1, 2]})
+    )

@@ -19,7 +19,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,13 +79,20 @@ def _now_us() -> int:
 # --- making a contained worker ---
 
 
-def contain(serve: Serve, *, lingers: bool = False, sandboxed: bool = False) -> SupervisedProcess:
+def contain(
+    serve: Serve,
+    *,
+    lingers: bool = False,
+    sandboxed: bool = False,
+    supervisors_own: Sequence[socket.socket] = (),
+) -> SupervisedProcess:
     """Fork the worker into the best containment there is, where it waits until it is given its descriptors.
 
     When it ends, the kernel ends whatever it started at once. With `lingers`, the first process of its
     namespace stays until nobody is left or it is killed, so that the others can be asked to leave first. With
     `sandboxed`, the worker enters a tenant's sandbox before it is handed out, and has the rights to do so
-    until then.
+    until then. `supervisors_own` sockets are closed in what is forked: whoever speaks to a supervisor that was
+    killed is told so at once, also while its processes are still dying.
     """
     kernel_calls.prctl(kernel_calls.PR_SET_CHILD_SUBREAPER, 1)
     used = []
@@ -108,6 +115,8 @@ def contain(serve: Serve, *, lingers: bool = False, sandboxed: bool = False) -> 
         used.append(containment.SUBREAPER)
     first = os.fork()
     if first == 0:
+        for own_socket in supervisors_own:
+            own_socket.close()
         _run_contained(supervisor, group, namespaces, here, there, serve, told_write, sandboxed)
     there.close()
     if told_write >= 0:
@@ -352,10 +361,9 @@ def spare(
     SUBLET_HOME, for a tenant's worker."""
 
     def serve_fds(fds: list[int]) -> NoReturn:
-        assignments.close()  # the zygote is none of the user's business
         serve(*fds)
 
-    supervised = contain(serve_fds, sandboxed=home is not None)
+    supervised = contain(serve_fds, sandboxed=home is not None, supervisors_own=[assignments])
     # A zygote that is gone already is noticed below, where the worker is ended.
     with contextlib.suppress(OSError):
         assignments.send(json.dumps({"ready": supervised.containment}).encode())

@@ -168,6 +168,7 @@ class _Comparison:
         self._before, self._now = before, now
         self._same: dict[int, int] = {}  # id of one before to id of the one now
         self._numbers: dict[int, int] = {}
+        self._crossed: dict[int, int] = {}  # a number on one side, and the new object on the other
         self._blocks: dict[str, str] = {}
         self._seen: set[int] = set()
         self._held: list[Any] = []  # so that no other is where one was
@@ -189,6 +190,9 @@ class _Comparison:
         of_before, of_now = _number_of(before), _number_of(now)
         if of_before is not None and of_now is not None:
             yield from self._numbered(path, of_before, of_now)
+            return
+        if (of_before is None) is not (of_now is None) and (crossed := self._cross(before, now)) is not None:
+            yield from self._content(path, *crossed) if crossed else ()
             return
         if type(before) is not type(now) and _called(before) != _called(now):
             yield self._differ(path, before, now, "structure")
@@ -224,7 +228,7 @@ class _Comparison:
 
     def _numbered(self, path: str, before: int, now: int) -> Iterator[_Pair | Difference]:
         if before >= 0 or now >= 0:
-            if before != now:
+            if before != now or before in self._crossed:
                 yield self._differ(path, self._named(before), self._named(now), "structure")
                 return
             if before in self._numbers:
@@ -243,6 +247,28 @@ class _Comparison:
             return
         kind = _kind(self._before.kinds.get(before) or "")
         yield from self._content(shown, kind, self._before.contents.get(before), self._now.contents.get(now))
+
+    def _cross(self, before: Any, now: Any) -> tuple[Any, ...] | None:
+        """An object that is made where one of the beginning was, of a type that nothing can refer to weakly, goes
+        by its number; made elsewhere it has none. Its kind and both contents; () if they were compared; None if
+        it is nothing of that sort, or another object has the number."""
+        of_before = _number_of(before)
+        number, state, other = (
+            (of_before, self._before, now) if of_before is not None else (_number_of(now), self._now, before)
+        )
+        assert number is not None
+        kind, content = _kind(state.kinds.get(number) or ""), state.contents.get(number)
+        if type(other) is not {"ListKind": list, "DictKind": dict}.get(kind):
+            if kind != "CellKind" or not isinstance(other, Inert) or _kind(other.filled_by) != kind:
+                return None
+            other = other.state
+        if number < 0 or number in self._numbers or type(content) is not type(other):
+            return None
+        if number in self._crossed:
+            return () if self._crossed[number] == id(other) else None
+        self._crossed[number] = id(other)
+        self._held.append(other)
+        return (kind, content, other) if of_before is not None else (kind, other, content)
 
     def _named(self, number: int) -> str:
         return self._before.words(number) if number >= 0 else "a new object"

@@ -57,6 +57,15 @@ class Source:
     loops: list[TrainingLoop] = field(default_factory=list)
 
 
+def orders_by_hash(tree: ast.Module) -> bool:
+    """Whether the order of what it makes may be that of hashes, which are others in each process."""
+    return any(
+        isinstance(node, (ast.Set, ast.SetComp))
+        or (isinstance(node, ast.Name) and node.id in ("set", "frozenset", "hash"))
+        for node in ast.walk(tree)
+    )
+
+
 def read_source(text: str, path: str) -> ast.Module:
     try:
         return ast.parse(text, path)

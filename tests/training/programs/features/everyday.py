@@ -136,7 +136,7 @@ everyday(
 my_ready += my_sorter.get_ready()
 my_n = my_ready.pop(0)
 my_sorter.done(my_n)
-my_v = my_n % 7 + len(my_ready) * 0.1
+my_v = my_n % 5 + len(my_ready) * 0.1
 """,
 )
 everyday(
