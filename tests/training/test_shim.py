@@ -258,7 +258,7 @@ def test_a_descriptor_that_is_opened_later_is_refused_when_it_is_saved(
     lives = written(tmp_path, f"import os\n{late}")
     assert lives.shim(options=("--name", "job", "--every", "2")) == 2, lives.err.read_text()
     assert (
-        "is read or written by its number, which means something else in the next process; step 2 is committed"
+        "is read or written by its number, which is another in the next process; step 2 is committed"
         in lives.err.read_text()
     )
 

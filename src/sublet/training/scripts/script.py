@@ -312,7 +312,7 @@ class Script:
     def _check_descriptors(self, files: FileHistory) -> None:
         if held := files.held_by_number:
             raise self._refusal(
-                f"{held[0]}, is read or written by its number, which means something else in the next process",
+                f"{held[0]}, is read or written by its number, which is another in the next process",
                 "open it with open(), or close it before the loop",
             )
 
