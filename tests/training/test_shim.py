@@ -263,6 +263,47 @@ def test_a_descriptor_that_is_opened_later_is_refused_when_it_is_saved(
     )
 
 
+PARTS_OF_ONE = """
+import importlib.util, sys, tempfile, time
+import numpy as np
+
+def generated():
+    # As libraries do that write code for what they are given.
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+        file.write("def slope(w, x, y):\\n    return w - x * y\\n")
+    spec = importlib.util.spec_from_file_location("generated_slope", file.name)
+    module = sys.modules["generated_slope"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.slope
+
+def fit(x, y, eval_set=()):
+    eval_set = [y.copy() for x, y in eval_set]
+    slope, w = generated(), np.zeros(2)
+    for i in range(60):
+        time.sleep(0.02)
+        gradient = slope(w, x[i % len(x)], y[i % len(y)] + eval_set[0][0])
+        w -= 0.1 * gradient
+    return w
+
+X, y = np.ones((30, 2)), np.arange(30)
+print("result", fit(X[:20], y[:20], eval_set=[(X[20:], y[20:])]))
+"""
+
+
+def test_a_script_that_parts_its_data_and_imports_what_it_wrote(sqlite_home: Home, tmp_path: Path) -> None:
+    """What is passed on as a part is seen as a whole by a variable that nothing reads again; code that a script writes is none of its own."""
+    lives = written(tmp_path, PARTS_OF_ONE)
+    calm = lives.plain()
+    options = ("--name", "job", "--every", "5")
+    assert lives.shim(options=options, at=47, number=signal.SIGKILL) == -signal.SIGKILL
+    assert lives.starts > 1, "it was rehearsed"
+    assert (
+        lives.shim(options=(*options, "--verify", "always"), at=47, number=signal.SIGKILL) == -signal.SIGKILL
+    )
+    assert lives.shim(options=(*options, "--verify", "always")) == 0, lives.err.read_text()
+    assert lives.result == calm
+
+
 def test_what_the_advice_leads_to_is_exact(sqlite_home: Home, tmp_path: Path) -> None:
     """What is named by --ignore is left out: no step depends on it."""
     lives = written(tmp_path, f"import socket\nmine = [socket.socket()]\n{STEPS}")

@@ -70,7 +70,9 @@ class State:
 
     def to_compare(self) -> StateToCompare:
         digests = {name: hashlib.sha256(block).hexdigest() for name, block in self.blocks.items()}
-        return StateToCompare(self.data, digests.get, Paths(*self.numbering["paths"]).words)
+        return StateToCompare(
+            self.data, lambda name, _: digests.get(name), Paths(*self.numbering["paths"]).words
+        )
 
 
 @dataclass(slots=True)

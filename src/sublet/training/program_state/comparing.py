@@ -20,6 +20,7 @@ from typing import Any
 
 from sublet.training.program_state.cpython.code_objects import slot_names
 from sublet.training.program_state.functions import ASKED_WHEN_MADE, code_of
+from sublet.training.program_state.memory import ShownParts, in_both
 
 _MOST_DIFFERENCES = 200
 _GENERATORS = {"random": "Python", "numpy": "NumPy", "torch": "torch"}
@@ -129,8 +130,15 @@ class _InertUnpickler(pickle.Unpickler):
 class StateToCompare:
     """One saved or taken state, read without making it."""
 
-    def __init__(self, data: bytes, block: Callable[[str], Any], words: Callable[[int], str]) -> None:
-        """`block` gives the digest of a block of memory by name; `words` the path of a numbered object."""
+    def __init__(
+        self,
+        data: bytes,
+        block: Callable[[str, ShownParts], Any],
+        words: Callable[[int], str],
+        shown: Mapping[str, ShownParts] | None = None,
+    ) -> None:
+        """`block` gives the digest of parts of a block of memory by name; `words` the path of a numbered
+        object; `shown` the parts of each block that the program sees."""
         unpickler = _InertUnpickler(data)
         self.roots = unpickler.load()
         self.contents: dict[int, Any] = {}
@@ -144,6 +152,7 @@ class StateToCompare:
                     self.contents[number] = content
         self.block = block
         self.words = words
+        self.shown = shown or {}
 
 
 def _called(thing: Any) -> str:
@@ -346,8 +355,11 @@ class _Comparison:
     def _block(self, path: str, before: str, now: str) -> Iterator[Difference]:
         if self._blocks.setdefault(before, now) != now:
             yield Difference(path, "a view of one memory", "of another", "structure")
-        elif before and self._before.block(before) != self._now.block(now):
-            yield Difference(path, "these numbers", "others", "array")
+        elif before:
+            # A variable that nothing reads again shows a block as a whole in the process that has it.
+            parts = in_both(self._before.shown.get(before), self._now.shown.get(now))
+            if self._before.block(before, parts) != self._now.block(now, parts):
+                yield Difference(path, "these numbers", "others", "array")
 
     def _inert(self, path: str, before: Inert, now: Inert) -> Iterator[_Pair | Difference]:
         name = type(before).called.rpartition(".")[2]
@@ -478,7 +490,9 @@ def _worker_state(state: bytes | None) -> tuple[StateToCompare | None, Any]:
     data, _, small, _, numbering, numbers = pickle.loads(state)
     if data is None:
         return None, repr(numbers)
-    return StateToCompare(data, small.get, lambda number: str(numbering[1][number])), repr(numbers)
+    return StateToCompare(data, lambda name, _: small.get(name), lambda n: str(numbering[1][n])), repr(
+        numbers
+    )
 
 
 def _kind(fill: str) -> str:

@@ -167,6 +167,17 @@ class Blocks:
         return block
 
 
+#: Begin and end of each part; None: the whole.
+ShownParts = list[list[int]] | None
+
+
+def in_both(one: ShownParts, other: ShownParts) -> ShownParts:
+    if one is None or other is None:
+        return one if other is None else other
+    overlaps = ([max(a, c), min(b, d)] for a, b in one for c, d in other)
+    return [[low, high] for low, high in overlaps if low < high]
+
+
 def _merged(parts: set[tuple[int, int]]) -> list[list[int]]:
     found: list[list[int]] = []
     for low, high in sorted(parts):
@@ -192,7 +203,7 @@ def on_host(holder: Any) -> Any:
     return holder.cpu().numpy() if hasattr(holder, "untyped_storage") else holder
 
 
-def digest_of_holder(holder: Any, shown: list[list[int]] | None = None) -> str:
+def digest_of_holder(holder: Any, shown: ShownParts = None) -> str:
     """`shown`: only these parts of it count."""
     memory = memoryview(on_host(holder))
     if shown is None:

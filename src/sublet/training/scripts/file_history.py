@@ -53,6 +53,7 @@ from sublet.training.scripts.files.kept import KeptFiles
 from sublet.training.scripts.files.native_writers import make_them_announce
 from sublet.training.scripts.files.notes import (
     Forgotten,
+    NameNote,
     Notes,
     PositionsUpTo,
     Record,
@@ -173,6 +174,13 @@ class FileHistory:
         if self in _watching:
             stop_watching()
         self._journal.close()
+
+    def has_made(self, path: str) -> bool:
+        """Whether the job has written this file itself: it was not there when the job began."""
+        real = os.path.realpath(path)
+        with self._lock:
+            first = next((n for n in self._notes.notes if isinstance(n, NameNote) and n.path == real), None)
+        return first is not None and first.was == "absent"
 
     @property
     def held_by_number(self) -> tuple[str, ...]:

@@ -18,14 +18,15 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sublet.core.values import SECOND_US
 from sublet.machine.run_folder import replace_file
-from sublet.training.program_state.comparing import Difference, pattern_of
+from sublet.training.program_state.comparing import Difference, StateToCompare, pattern_of
+from sublet.training.program_state.memory import ShownParts, digest_of_holder
 
 #: The steps between the two saves of a rehearsal take about so long, unless one takes longer.
 REPEATED_US = 2 * SECOND_US
@@ -139,3 +140,25 @@ def judged(found: Sequence[Difference], by_itself: Sequence[Difference]) -> tupl
     harmless = {pattern_of(d.path) for d in by_itself if d.sort in _HARMLESS}
     lost = [d for d in found if pattern_of(d.path) not in varies]
     return (lost or [d for d in by_itself if pattern_of(d.path) not in harmless]), harmless
+
+
+# --- two saved states, to be compared -----------------------------------------------------------------------
+
+
+def digests_of(tree: Any) -> dict[str, str]:
+    """Of what the program saw of each block of memory."""
+    shown = tree.get("shown", {})
+    digests = {name: digest_of_holder(block, shown.get(name)) for name, block in tree["blocks"].items()}
+    return {**digests, **tree["same"]}
+
+
+def state_to_compare(tree: Any, words: Callable[[int], str]) -> StateToCompare:
+    def block(name: str, parts: ShownParts) -> str:
+        return str(tree["same"].get(name) or digest_of_holder(tree["blocks"][name], parts))
+
+    return StateToCompare(bytes(tree["data"]), block, words, tree.get("shown"))
+
+
+def to_compare(data: bytes, words: Callable[[int], str], digests: Mapping[str, str]) -> StateToCompare:
+    """Where the memory itself is not there any more."""
+    return StateToCompare(data, lambda name, _: digests.get(name), words)

@@ -33,8 +33,7 @@ from sublet.machine.run_folder import replace_file
 from sublet.training.loop import Preempted, Run
 from sublet.training.program_state.anchors import UnknownPart
 from sublet.training.program_state.call_stack import offset_of
-from sublet.training.program_state.comparing import Difference, StateToCompare, differences
-from sublet.training.program_state.memory import digest_of_holder
+from sublet.training.program_state.comparing import Difference, differences
 from sublet.training.program_state.pickling import CannotBeSaved, Taken
 from sublet.training.program_state.process_state import running_threads
 from sublet.training.program_state.program import Program
@@ -46,7 +45,15 @@ from sublet.training.scripts.file_kind import FILE, is_file
 from sublet.training.scripts.identity import changes, digest_of_identity, identity_of
 from sublet.training.scripts.importing import OwnModules
 from sublet.training.scripts.output import PrintedOnce
-from sublet.training.scripts.rehearsal import RehearsalPlan, RememberedVersion, Repetition, judged
+from sublet.training.scripts.rehearsal import (
+    RehearsalPlan,
+    RememberedVersion,
+    Repetition,
+    digests_of,
+    judged,
+    state_to_compare,
+    to_compare,
+)
 from sublet.training.scripts.tracing import is_traced
 
 FORMAT = 2
@@ -393,24 +400,25 @@ class Script:
     def differences(self, before: Any, now: Any) -> list[Difference]:
         """Of two saved states: what is lost by a resume. Nothing, if it is exact."""
         assert self._version is not None
-        mine, saved = self._to_compare(now), self._to_compare(before)
+        mine, saved = state_to_compare(now, self._words), state_to_compare(before, self._words)
         found = self._version.telling(differences(saved, mine))
         repetition = Repetition(self._around.memory / f"{self.run.name}.repeated")
         if found:
             earlier = repetition.take()
             if earlier is None:
-                repetition.keep((now["data"].tobytes(), self._digests(now), 1))
+                repetition.keep((now["data"].tobytes(), digests_of(now), 1))
                 raise RepeatOnceMore("what was repeated came out differently, and is repeated once more")
             data, digests, times = earlier
-            by_itself = differences(StateToCompare(data, digests.get, self._words), mine)
+            again = to_compare(data, self._words, digests)
+            by_itself = differences(again, to_compare(now["data"].tobytes(), self._words, digests_of(now)))
             found, varies = judged(found, by_itself)
             if found and times < MOST_TIMES and all(part.sort == "number" for part in found):
                 # Two durations may be alike to the last digit that is kept.
-                repetition.keep((now["data"].tobytes(), self._digests(now), times + 1))
+                repetition.keep((now["data"].tobytes(), digests_of(now), times + 1))
                 raise RepeatOnceMore("numbers came out differently, and are repeated once more")
             if found:
                 kept = Repetition(self._around.memory / f"{self.run.name}.differs")
-                kept.keep((now["data"].tobytes(), self._digests(now), self._numbering))
+                kept.keep((now["data"].tobytes(), digests_of(now), self._numbering))
             if not found:
                 self._version.varies |= varies
                 named = ", ".join(sorted(varies)[:6])
@@ -434,14 +442,6 @@ class Script:
         """Where in the script it is: a step may be saved where it ends, and behind the loops."""
         frame = self._frame
         return f"{frame.f_code.co_qualname} {offset_of(frame)}" if frame is not None else ""
-
-    def _to_compare(self, tree: Any) -> StateToCompare:
-        return StateToCompare(bytes(tree["data"]), self._digests(tree).get, self._words)
-
-    def _digests(self, tree: Any) -> dict[str, str]:
-        shown = tree.get("shown", {})
-        digests = {name: digest_of_holder(block, shown.get(name)) for name, block in tree["blocks"].items()}
-        return {**digests, **tree["same"]}
 
     def _words(self, number: int) -> str:
         assert self._program is not None
@@ -528,7 +528,10 @@ class Script:
             )
 
     def _identity_now(self) -> dict[str, Any]:
-        files = {self._around.path.name: str(self._around.path), **self._own.files()}
+        own = self._own.files()
+        if self._files is not None:  # code that the script writes and imports is what it does, not what it is
+            own = {name: path for name, path in own.items() if not self._files.has_made(path)}
+        files = {self._around.path.name: str(self._around.path), **own}
         return identity_of(files, self._around.arguments, self._environment)
 
     # leaving
@@ -553,9 +556,7 @@ class Script:
     def run_to_the_end(self, go_on: Callable[[], Any]) -> int:
         """Run the script, or the rest of it, and commit its end. Returns the exit code."""
         code = run_to_the_end(go_on, str(self._around.path), self.run, self._around.fail)
-        if (
-            self._saved is not None
-        ):  # it ended before it came to where it was saved: its files are as they were
+        if self._saved is not None:  # it ended before it came to where it was saved: files are as they were
             self._put_files_back(int(self._saved["files"]))
         self._ended(code)
         return code
