@@ -1,10 +1,10 @@
 """What keeps the sessions of two tenants apart, and who is admitted where it is missing (I1).
 
 Rules of this file:
-- `NEEDED` is the whole table. A boundary counts when a worker reported that it is in force; nothing is assumed
-  from the kind of machine.
-- Where one is missing, a session is code that can reach what the service can reach: the ledger, its tokens and
-  every checkpoint. So the tenant that is there stays alone in that ledger, also after its session has ended.
+- `NEEDED` is the whole table. A boundary counts when a worker reported that it is in force; nothing is
+  assumed from the kind of machine.
+- Where one is missing, a session is code that can reach what the service can reach: the ledger, its tokens
+  and every checkpoint. So the tenant that is there stays alone in that ledger, also after its session ended.
 - `none` is said by name, by an operator whose users trust each other. It never lets a worker be root.
 """
 
@@ -121,8 +121,8 @@ class HostIsolation:
         lacking = ", ".join(boundary.name for boundary in self.missing)
         if self.mode is IsolationMode.NONE:
             return (
-                f"tenants are NOT kept apart (no {lacking}): isolation is none by name, and their sessions can "
-                "read and harm each other"
+                f"tenants are NOT kept apart (no {lacking}): isolation is none by name, and their sessions "
+                "can read and harm each other"
             )
         return f"one tenant only: this host has no {lacking}, so a second tenant's sessions are refused"
 

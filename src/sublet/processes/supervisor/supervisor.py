@@ -93,8 +93,8 @@ def contain(
     When it ends, the kernel ends whatever it started at once. With `lingers`, the first process of its
     namespace stays until nobody is left or it is killed, so that the others can be asked to leave first. With
     `sandboxed`, the worker enters a tenant's sandbox before it is handed out, and has the rights to do so
-    until then. `supervisors_own` sockets are closed in what is forked: whoever speaks to a supervisor that was
-    killed is told so at once, also while its processes are still dying.
+    until then. `supervisors_own` sockets are closed in what is forked: whoever speaks to a supervisor that
+    was killed is told so at once, also while its processes are still dying.
     """
     kernel_calls.prctl(kernel_calls.PR_SET_CHILD_SUBREAPER, 1)
     used = []
