@@ -63,7 +63,7 @@ def seen_version(answer: SessionAnswer) -> int:
 def isolation_json(isolation: HostIsolation) -> Shape:
     return {
         "mode": isolation.mode.value,
-        "separates": isolation.separates,
+        "separates": None if isolation.elsewhere else isolation.separates,
         "in_force": list(isolation.words),
         "missing": [boundary.name for boundary in isolation.missing],
     }

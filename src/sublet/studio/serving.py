@@ -217,7 +217,7 @@ def serve(
 
 
 def _log_isolation(log: ServiceLog, isolation: HostIsolation) -> None:
-    level = "info" if isolation.separates else "warning"
+    level = "info" if isolation.separates or isolation.elsewhere else "warning"
     log.event("isolation", level=level, summary=isolation.summary, advice=isolation.advice)
 
 

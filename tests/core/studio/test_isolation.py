@@ -89,6 +89,13 @@ def test_none_by_name_admits_everybody_and_says_what_that_means() -> None:
     assert admission(IsolationMode.NONE, "subreaper, same uid") is None
 
 
+def test_where_sessions_run_elsewhere_nothing_is_claimed_and_each_worker_is_judged() -> None:
+    host = HostIsolation(mode=IsolationMode.REQUIRED, elsewhere=True)
+    assert host.admits_others
+    assert not host.separates
+    assert "each session is checked" in host.summary
+
+
 def test_a_host_on_which_no_worker_starts_admits_nobody_else() -> None:
     host = HostIsolation(
         mode=IsolationMode.REQUIRED, refused="the kernel does not allow it", remedy="do this"

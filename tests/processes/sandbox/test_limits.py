@@ -193,11 +193,10 @@ def test_a_service_steps_aside_so_that_its_group_may_have_controllers() -> None:
         # Not its own: what lives there stays there.
         assert not limits.step_aside(top, [controller])
         assert str(asleep.pid) in (top / "cgroup.procs").read_text().split()
-        os.setxattr(top, "trusted.delegate", b"1")
-        assert limits.step_aside(top, [controller])
+        assert limits.step_aside(top, [controller], top)
         assert limits.enabled(top, [controller]) == {controller}
         assert str(asleep.pid) in (top / limits.LEAF / "cgroup.procs").read_text().split()
-        assert not limits.step_aside(top, [controller])  # once is enough
+        assert not limits.step_aside(top, [controller], top)  # once is enough
     finally:
         asleep.kill()
         asleep.wait()
@@ -215,6 +214,38 @@ def test_a_fork_bomb_meets_its_limit(tmp_path: Path) -> None:
     with limited(tmp_path) as worker:
         assert bounds(Resource.PROCESSES, words(worker)), worker.containment
         assert 0 < int(printed(worker, FORKS)) < SMALL.processes
+
+
+def test_no_limit_is_raised_from_inside(tmp_path: Path) -> None:
+    code = """
+import glob, os, resource
+raised = []
+for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_DATA):
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        try:
+            resource.setrlimit(kind, (hard + 1, hard + 1))
+            raised.append(kind)
+        except (OSError, ValueError):
+            pass
+for line in open('/proc/self/mounts'):
+    _, place, what, *_ = line.split()
+    if what not in ('cgroup', 'cgroup2'):
+        continue
+    found = [p for top in (place, place + '/*', place + '/*/*', place + '/*/*/*') for p in glob.glob(top)]
+    for folder in found:
+        for name, text in (('cgroup.procs', '0'), ('pids.max', 'max'), ('memory.max', 'max'),
+                           ('memory.limit_in_bytes', '-1')):
+            try:
+                with open(os.path.join(folder, name), 'w') as knob:
+                    knob.write(text)
+                raised.append(folder + '/' + name)
+            except OSError:
+                pass
+print(raised)
+"""
+    with limited(tmp_path) as worker:
+        assert printed(worker, code) == "[]"
 
 
 def test_a_memory_bomb_meets_its_limit(tmp_path: Path) -> None:

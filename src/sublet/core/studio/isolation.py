@@ -67,13 +67,15 @@ NEEDED = (
         name="limited processes",
         in_force=lambda words: bounds(Resource.PROCESSES, words),
         without="a session can start processes until the machine can start no more",
-        remedy="give the service the cgroup controller pids (Delegate=yes under systemd)",
+        remedy="give the service the cgroup controller pids (under systemd: Delegate=yes and "
+        "DelegateSubgroup=sublet-service)",
     ),
     Boundary(
         name="limited memory",
         in_force=lambda words: bounds(Resource.MEMORY, words),
         without="a session can take memory until the machine has none",
-        remedy="give the service the cgroup controller memory (Delegate=yes under systemd)",
+        remedy="give the service the cgroup controller memory (under systemd: Delegate=yes and "
+        "DelegateSubgroup=sublet-service)",
     ),
 )
 
@@ -102,13 +104,13 @@ class HostIsolation:
 
     @property
     def separates(self) -> bool:
-        """Whether every boundary was seen in force."""
-        return not self.missing and not self.refused
+        """Whether every boundary was seen in force here."""
+        return not (self.elsewhere or self.missing or self.refused)
 
     @property
     def admits_others(self) -> bool:
         """Whether a second tenant's session may be opened."""
-        return self.mode is IsolationMode.NONE or self.separates
+        return self.mode is IsolationMode.NONE or self.elsewhere or self.separates
 
     @property
     def summary(self) -> str:

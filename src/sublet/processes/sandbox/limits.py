@@ -4,8 +4,9 @@ Rules of this file:
 - Nothing is in force because it was written: a limit counts once the kernel shows it.
 - cgroup v2 comes first. A controller that v2 does not have may be bound to a v1 hierarchy of its own, as on
   machines that have both; then the worker has a group there too, of the same name.
-- v2 gives a group's children no controller while the group itself has processes. A service whose group was
-  delegated to it steps aside into a leaf below; a group that is not its own is left as it is.
+- v2 gives a group's children no controller while the group itself has processes. At the top of a container a
+  service steps aside into a leaf below. systemd puts it there itself (`DelegateSubgroup=`): one that moved by
+  itself could not be started again while its workers live. Any other group is left as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ _V1 = {Resource.PROCESSES: "pids.max", Resource.MEMORY: "memory.limit_in_bytes",
 #: Memory that went to swap is still a worker's: where swap is counted apart, it gets none.
 _V2_SWAP = "memory.swap.max"
 _V1_SWAP = "memory.memsw.limit_in_bytes"
-_DELEGATED = ("user.delegate", "trusted.delegate")
 _ATTEMPTS = 10
 
 
@@ -91,15 +91,19 @@ def enabled(base: Path, controllers: Iterable[str]) -> set[str]:
     return wanted & _words(base / "cgroup.subtree_control")
 
 
-def step_aside(base: Path | None = None, controllers: Iterable[str] = tuple(CONTROLLERS.values())) -> bool:
+def step_aside(
+    base: Path | None = None,
+    controllers: Iterable[str] = tuple(CONTROLLERS.values()),
+    top: Path | None = None,
+) -> bool:
     """Called by a service before it starts anything: move the processes of its group into a leaf, so that
-    their siblings can be limited. Return whether it did; a group that is not delegated is left alone."""
-    base = v2_base() if base is None else base
+    their siblings can be limited. Return whether it did. `top` is of this process's container."""
+    base, top = base or v2_base(), top or cgroup_mount()
     wanted = set(controllers)
     if base is None or not wanted & _words(base / "cgroup.controllers") - enabled(base, wanted):
         return False
-    if not (base / "cgroup.type").exists() or not is_delegated(base):
-        return False  # the root of the machine has no type, and needs no room
+    if base != top or not (base / "cgroup.type").exists():
+        return False  # the top of the machine has no type, and needs no room
     leaf = base / LEAF
     with contextlib.suppress(OSError):
         leaf.mkdir(exist_ok=True)
@@ -110,17 +114,6 @@ def step_aside(base: Path | None = None, controllers: Iterable[str] = tuple(CONT
             for pid in pids:
                 _write(leaf / "cgroup.procs", pid)
     return bool(enabled(base, wanted))
-
-
-def is_delegated(base: Path) -> bool:
-    """Whether systemd gave this group away (Delegate=yes), or it is the top of a container's."""
-    if base == cgroup_mount():
-        return True
-    for name in _DELEGATED:
-        with contextlib.suppress(OSError):
-            if os.getxattr(base, name) == b"1":
-                return True
-    return False
 
 
 def _words(path: Path) -> set[str]:
