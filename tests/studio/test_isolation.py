@@ -274,7 +274,7 @@ def opened(rig: Rig, tenant: str, *, alone: bool = True) -> str:
 
 
 def test_of_two_tenants_who_come_at_once_one_is_admitted(rig: Rig) -> None:
-    """On one ledger, by whichever service; the refused one left nothing."""
+    """I1, on one ledger, by whichever service; the refused one left nothing."""
     for tenant in ("ann", "ben"):
         rig.ledger.add_tenant(Tenant(name=tenant), actor="test")
     outcomes: list[str] = []
@@ -298,6 +298,15 @@ def test_of_two_tenants_who_come_at_once_one_is_admitted(rig: Rig) -> None:
     assert not rig.ledger.others_have_sessions(first)
 
 
+def test_whoever_was_there_first_stays_alone_after_leaving(rig: Rig) -> None:
+    """I1: its checkpoints are still there, and nothing would keep the next one from them."""
+    session_id = opened(rig, "ann")
+    rig.ledger.end_session(session_id, "ann", detail="enough", actor="test")
+    with pytest.raises(NotIsolated):
+        opened(rig, "ben")
+    assert opened(rig, "ann")
+
+
 def test_the_answer_over_http_says_what_happened_and_names_no_path(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "home" / "run").mkdir(parents=True)
     add_device(rig.ledger)
@@ -315,7 +324,7 @@ def _open(studio: Running, tenant: str) -> tuple[int, str]:
 
 
 def test_the_worker_itself_is_judged_before_it_is_anybodys(rig: Rig, workers: Any) -> None:
-    """Whoever opened it: a service that was wrong about this machine, or one of another host."""
+    """I1, whoever opened it: a service that was wrong about this machine, or one of another host."""
     settings = load_settings()
 
     def of(mode: str) -> Settings:
