@@ -30,8 +30,9 @@ from sublet.core.studio.worker_limits import (
     WorkerLimits,
     bounds,
 )
+from sublet.processes.ladder import HostProcesses
 from sublet.processes.sandbox import containment, limits
-from sublet.processes.sandbox.containment import Group
+from sublet.processes.sandbox.containment import Group, group_name
 from sublet.processes.sandbox.tenant_sandbox import TenantSandbox
 from sublet.processes.worker.local import LocalWorker
 from sublet.processes.worker.workers import LocalWorkers
@@ -187,6 +188,17 @@ def test_groups_beside_are_found_and_removed_by_name() -> None:
     assert set(limits.groups_beside(name)) == set(made.beside)
     stranger.remove()
     assert not any(place.exists() for place in (made.path, *made.beside))
+
+
+def test_a_sweep_finds_what_is_left_beside_a_group_that_is_gone() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    made = Group.make(group_name(ended.pid, 1), SMALL)
+    need(made is not None, "a writable cgroup v2")
+    assert made is not None
+    made.path.rmdir()
+    HostProcesses("here").sweep()
+    assert not any(place.exists() for place in made.beside)
 
 
 def test_a_service_steps_aside_so_that_its_group_may_have_controllers() -> None:

@@ -30,6 +30,11 @@ SUBREAPER = "subreaper"
 COMMAND_LIMITS = WorkerLimits(processes=32_768)
 
 
+#: How often a group is tried to be removed, a millisecond apart. v1 counts a zombie until somebody has reaped
+#: it, v2 does not.
+_LOOKS, _ZOMBIE_LOOKS = 20, 250
+
+
 # --- cgroup ---
 
 
@@ -72,16 +77,17 @@ class Group:
 
     @classmethod
     def all(cls) -> list[tuple[int, int, Group]]:
-        """Every group there is, with the pid and start tick of its supervisor."""
-        mount = cgroup_mount()
-        found = []
-        for folder, names, _ in os.walk(mount) if mount is not None else ():
-            for name in names:
-                prefix, _, rest = name.partition("-")
-                pid, _, started = rest.partition("-")
-                if prefix == "sublet" and pid.isdigit() and started.isdigit():
-                    found.append((int(pid), int(started), cls(Path(folder) / name)))
-        return found
+        """Every group there is, with the pid and start tick of its supervisor. One of v1 whose v2 group is
+        gone is among them."""
+        found: dict[str, tuple[int, int, Group]] = {}
+        for mount in (cgroup_mount(), *limits.v1_mounts()):
+            for folder, names, _ in os.walk(mount) if mount is not None else ():
+                for name in names:
+                    prefix, _, rest = name.partition("-")
+                    pid, _, started = rest.partition("-")
+                    if prefix == "sublet" and pid.isdigit() and started.isdigit():
+                        found.setdefault(name, (int(pid), int(started), cls(Path(folder) / name)))
+        return list(found.values())
 
     def join(self) -> None:
         for path in (self.path, *self.beside):
@@ -110,19 +116,24 @@ class Group:
             time.sleep(0.0005)
 
     def remove(self) -> None:
-        for path in (*(self.beside or limits.groups_beside(self.path.name)), self.path):
-            _remove(path)
+        """Remove it and those beside it. One that must stay for a moment keeps the v2 group, by which a
+        warden's sweep finds both."""
+        beside = self.beside or limits.groups_beside(self.path.name)
+        removed = [_is_removed(path, _ZOMBIE_LOOKS) for path in beside]
+        if all(removed):
+            _is_removed(self.path, _LOOKS)
 
 
-def _remove(path: Path) -> None:
-    for _ in range(20):
+def _is_removed(path: Path, looks: int) -> bool:
+    for _ in range(looks):
         try:
             path.rmdir()
-            return
+            return True
         except FileNotFoundError:
-            return
+            return True
         except OSError:  # the last zombie is being reaped
             time.sleep(0.001)
+    return False
 
 
 # --- PID namespace ---

@@ -194,8 +194,14 @@ def _v1_group(controller: str, name: str) -> Path | None:
 
 def groups_beside(name: str) -> list[Path]:
     """The v1 groups of this name, wherever whoever made them was."""
-    mounts = {place for controller in CONTROLLERS.values() if (place := v1_mount(controller)) is not None}
-    return [Path(folder) / name for mount in mounts for folder, names, _ in os.walk(mount) if name in names]
+    return [
+        Path(folder) / name for mount in v1_mounts() for folder, names, _ in os.walk(mount) if name in names
+    ]
+
+
+def v1_mounts() -> list[Path]:
+    mounts = (v1_mount(controller) for controller in CONTROLLERS.values())
+    return sorted({place for place in mounts if place is not None})
 
 
 def _remove(group: Path) -> None:
