@@ -132,8 +132,8 @@ def shim(
     run = train(name, {"script": running}, progress=not (quiet or explain), **{**given, "every": every})
     if not run.version and _has_our_hash_seed and orders_by_hash(source.tree):
         around.say(
-            f"sets of texts are in the order of PYTHONHASHSEED={HASH_SEED} in each of its starts; plain Python "
-            "draws another order each time"
+            f"sets of texts are in the order of PYTHONHASHSEED={HASH_SEED} in each of its starts; plain "
+            "Python draws another order each time"
         )
     if running.was_changed and run.repeats:
         run.repeat_nothing()  # it would come out differently

@@ -225,6 +225,8 @@ REFUSED = {
     f"import socket\nmine = [socket.socket()]\n{STEPS}": "mine[0] is a socket.socket, which cannot be saved",
     f"import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n{STEPS}": "is running, and what it does between two steps cannot be saved",
     f"import sqlite3\nbase = sqlite3.connect(':memory:')\n{STEPS}": "base is a sqlite3.Connection, which cannot be saved",
+    f"import os\nfd = os.open('raw', os.O_WRONLY | os.O_CREAT)\n{STEPS}": "raw, opened with os.open at script.py:2, is read or written by its number",
+    f"import os\nfd = os.open(__file__, os.O_RDONLY)\n{STEPS}": "script.py, opened with os.open at script.py:2, is read or written by its number",
 }
 
 
@@ -237,6 +239,28 @@ def test_refused_before_the_first_step(source: str, sqlite_home: Home, tmp_path:
     assert "nothing was started" in said or "no step was made" in said
     assert len(said.strip().splitlines()) >= 2, said  # and what to do
     assert "result" not in lives.out.read_text()
+
+
+def test_descriptors_that_are_closed_or_a_files_are_not_refused(sqlite_home: Home, tmp_path: Path) -> None:
+    closed = "import os, tempfile\nfolder = os.open('.', os.O_RDONLY)\nos.fsync(folder)\nos.close(folder)\n"
+    raw = tmp_path / "raw"
+    opened = f"file = os.fdopen(os.open({str(raw)!r}, os.O_RDWR | os.O_CREAT), 'r+b')\n"
+    files = opened + "other = tempfile.TemporaryFile()\nother.close()\n"
+    lives = written(tmp_path, closed + files + STEPS.replace("    w", "    file.write(b'line')\n    w"))
+    assert lives.shim(options=("--name", "job")) == 0, lives.err.read_text()
+    assert raw.read_bytes() == b"line" * 6
+
+
+def test_a_descriptor_that_is_opened_later_is_refused_when_it_is_saved(
+    sqlite_home: Home, tmp_path: Path
+) -> None:
+    late = STEPS.replace("    w", "    fd = os.open('raw', os.O_WRONLY | os.O_CREAT) if i == 3 else 0\n    w")
+    lives = written(tmp_path, f"import os\n{late}")
+    assert lives.shim(options=("--name", "job", "--every", "2")) == 2, lives.err.read_text()
+    assert (
+        "is read or written by its number, which is another in the next process; step 2 is committed"
+        in lives.err.read_text()
+    )
 
 
 def test_what_the_advice_leads_to_is_exact(sqlite_home: Home, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from sublet.core.runs.exits import DRAINED_CODE
 from sublet.core.values import SECOND_US, parse_duration
 from sublet.training.capture import Captured, put_random, step_of
 from sublet.training.effects import Effects, Step
-from sublet.training.logged_values import LoggedValues
+from sublet.training.left_out import looking_at_the_loop
 from sublet.training.resume_check import (
     PartDiffers,
     RepeatedSteps,
@@ -33,7 +33,7 @@ from sublet.training.resume_check import (
     ResumeChecks,
     resume_differs,
 )
-from sublet.training.run_parts import Parts, RunLease, RunPosition
+from sublet.training.run_parts import LoggedValues, Parts, RunLease, RunPosition
 from sublet.training.saves import NOT_SAVED, SAVE_PATIENCE_US, Saves
 from sublet.training.single_runner import become_the_runner
 
@@ -286,8 +286,7 @@ class Run:
     # the loop
 
     def steps(self, total: int, *, on_notice: str = "exit") -> Iterator[Step]:
-        """Steps `committed + 1` to `total`, each counted when its body ends; all of them committed when the
-        loop ends.
+        """Steps `committed + 1` to `total`, each counted when its body ends; committed when the loop ends.
 
         On any warning that the GPU will go the loop ends before its next step: what is done is saved if there
         is time, the lease is given back, and `Preempted` ends the program with exit code 85
@@ -298,7 +297,7 @@ class Run:
         if isinstance(total, bool) or not isinstance(total, int) or total < 0:
             raise BadInput(f"steps({total!r}) is not a number of steps")
         self._may_begin()
-        return self._steps(total, on_notice)
+        return looking_at_the_loop(self._steps(total, on_notice), self._captured.parts, self.name)
 
     def _may_begin(self) -> None:
         if self._closed:

@@ -38,8 +38,7 @@ from sublet.core.runs.drain import MARGIN_US, DrainPlan, SaveBehind, Speed, plan
 from sublet.core.values import SECOND_US, format_duration
 from sublet.ports.store import SavedState, SaveUnderWay
 from sublet.training.capture import Captured
-from sublet.training.logged_values import LoggedValues
-from sublet.training.run_parts import Parts, RunPosition
+from sublet.training.run_parts import LoggedValues, Parts, RunPosition
 from sublet.training.store_news import LISTEN_SECONDS, StoreNews
 
 #: How long a run goes on while nothing can be saved.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from sublet.training.program_state.cpython.frame_memory import NotResumable
 from sublet.training.program_state.cpython.set_order import layout_of_set, order
+from sublet.training.program_state.kinds import Unknown, hashed_members, hashed_pairs
 from tests.seeds import SEED
 from tests.training.program_state.carried import assert_carried
 
@@ -138,3 +140,35 @@ def test_too_many_of_them_are_refused_in_words() -> None:
     members = [object() for _ in range(301)]
     with pytest.raises(NotResumable, match="a set of 301 objects"):
         order(set(members), members, layout_of_set({object() for _ in members}))
+
+
+class Changing:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __hash__(self) -> int:
+        return self.n
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def test_a_key_whose_hash_has_changed_is_refused() -> None:
+    """X1: it is found by what it was, and another process could put it in only by what it is."""
+    key = Changing(1)
+    held: dict[object, int] = {key: 1}
+    tuples: dict[object, int] = {(key, 2): 1}
+    members, frozen = {key}, frozenset([key])
+    for kept in (held, tuples, members, frozen):
+        taken(kept)
+    key.n = 2
+    for kept in (held, tuples, members, frozen):
+        with pytest.raises(Unknown, match="in it has changed meanwhile"):
+            taken(kept)
+    held[key] = 2  # a second time
+    with pytest.raises(Unknown, match="in it twice"):
+        taken(held)
+
+
+def taken(kept: Any) -> object:
+    return hashed_pairs(kept) if isinstance(kept, dict) else hashed_members(kept)

@@ -149,7 +149,7 @@ class Starter:
         out, err = (folder.parent / f"{folder.name}.{end}" for end in ("out", "err"))
         # What lies in the home is not the program's: the history of its files leaves it alone.
         notes = Path(environment.get("SUBLET_HOME", folder.parent))
-        notes.mkdir(parents=True, exist_ok=True)
+        notes.mkdir(mode=0o700, parents=True, exist_ok=True)
         log, handed = (notes / f"{folder.parent.name}.{end}" for end in ("log", "handed"))
         log.unlink(missing_ok=True)
         plan: dict[str, Any] = {

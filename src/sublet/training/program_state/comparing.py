@@ -249,9 +249,9 @@ class _Comparison:
         yield from self._content(shown, kind, self._before.contents.get(before), self._now.contents.get(now))
 
     def _cross(self, before: Any, now: Any) -> tuple[Any, ...] | None:
-        """An object that is made where one of the beginning was, of a type that nothing can refer to weakly, goes
-        by its number; made elsewhere it has none. Its kind and both contents; () if they were compared; None if
-        it is nothing of that sort, or another object has the number."""
+        """An object that is made where one of the beginning was, of a type that nothing can refer to weakly,
+        goes by its number; made elsewhere it has none. Its kind and both contents; () if they were compared;
+        None if it is nothing of that sort, or another object has the number."""
         of_before = _number_of(before)
         number, state, other = (
             (of_before, self._before, now) if of_before is not None else (_number_of(now), self._now, before)

@@ -181,8 +181,31 @@ class HashedMembers:
 
 
 def hashed_members(thing: set[Any] | frozenset[Any]) -> HashedMembers:
-    members = set.__iter__(thing) if isinstance(thing, set) else frozenset.__iter__(thing)
-    return HashedMembers(list(members), layout_of_set(thing))
+    layout: type[Any] = set if isinstance(thing, set) else frozenset
+    members = list(layout.__iter__(thing))
+    _check_hashes(thing, layout, members)
+    return HashedMembers(members, layout_of_set(thing))
+
+
+def hashed_pairs(thing: dict[Any, Any], layout: type[Any] = dict) -> HashedMembers:
+    pairs = list(_items(layout, thing))
+    _check_hashes(thing, dict, [key for key, _ in pairs])
+    return HashedMembers(pairs)
+
+
+def _check_hashes(thing: Any, layout: type[Any], members: list[Any]) -> None:
+    """A key that is changed while it is in there is found by what it was, and put in by what it is."""
+    for key in members:
+        if _hash_is_the_programs(key) and not layout.__contains__(thing, key):
+            raise Unknown(thing, f"the hash of a {type(key).__qualname__} in it has changed meanwhile")
+    if len(set(map(id, members))) < len(members):
+        raise Unknown(thing, "one object is in it twice, because its hash has changed meanwhile")
+
+
+def _hash_is_the_programs(key: Any) -> bool:
+    if isinstance(key, (tuple, frozenset)):
+        return any(map(_hash_is_the_programs, key))
+    return isinstance(type(key).__hash__, types.FunctionType)
 
 
 class DictKind(Kind):
@@ -190,7 +213,7 @@ class DictKind(Kind):
         return dict_parts(thing)
 
     def content(self, thing: dict[Any, Any]) -> Any:
-        return dict(thing) if has_plain_keys(thing) else HashedMembers(list(thing.items()))
+        return dict(thing) if has_plain_keys(thing) else hashed_pairs(thing)
 
     @staticmethod
     def fill(thing: dict[Any, Any], content: Any) -> None:
@@ -410,9 +433,7 @@ class InstanceKind(Kind):
         if layout in _ONLY_ATTRIBUTES or layout in _IMMUTABLE:
             return None
         if issubclass(layout, dict):
-            return thing.default_factory if _has_default(layout) else None, HashedMembers(
-                list(_items(layout, thing))
-            )
+            return thing.default_factory if _has_default(layout) else None, hashed_pairs(thing, layout)
         if layout is set:
             return hashed_members(thing)
         if layout is BaseException:

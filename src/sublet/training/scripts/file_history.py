@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
+import io
 import os
 import sys
 import threading
@@ -33,6 +35,7 @@ from typing import Any
 
 from sublet.core.errors import BadInput, NotDurable
 from sublet.machine.durable import make_folder, sync_path
+from sublet.training.scripts.files.descriptors import descriptors, path_of_descriptor
 from sublet.training.scripts.files.events import (
     CHANGING,
     OUTSIDE,
@@ -42,6 +45,7 @@ from sublet.training.scripts.files.events import (
     left_alone_paths,
     only_appends,
     outside_of,
+    real_path,
     users_line,
 )
 from sublet.training.scripts.files.journal import ChangeJournal
@@ -88,6 +92,7 @@ class FileHistory:
         self._taker = NoteTaker(self._kept, self._write, self._is_left_alone)
         self._outside: dict[str, str] = {}
         self._by_children = self._folder / "changed-by-children"
+        self._by_number: dict[str, str] = {}  # what `os.open` opened for the program, and where
         self._appended: set[Any] = set()  # since the position; as the program calls them
         # The last change of each thread, in this position and in the one before:
         self._last: dict[int, _Event] = {}
@@ -170,6 +175,20 @@ class FileHistory:
         self._journal.close()
 
     @property
+    def held_by_number(self) -> tuple[str, ...]:
+        """What the program opened with `os.open` and reads or writes by the number: in another process the
+        number may be of another file."""
+        found = [(fd, path_of_descriptor(fd)) for fd in descriptors()] if self._by_number else []
+        found = [(fd, path) for fd, path in found if path in self._by_number]
+        files = [file for file in gc.get_objects() if type(file) is io.FileIO] if found else []
+        known = {file.fileno() for file in files if not file.closed}
+        return tuple(
+            f"{self._shown(path)}, opened with os.open{self._by_number[path]}"
+            for fd, path in found
+            if fd > 2 and fd not in known and not self._is_left_alone(path)
+        )
+
+    @property
     def outside(self) -> tuple[str, ...]:
         """What cannot be undone, each named once."""
         named = dict(self._outside)
@@ -189,6 +208,11 @@ class FileHistory:
             if args[0] in self._appended:
                 return
         frame = sys._getframe(2)
+        if _opens_by_number(event, args):
+            if not is_our_own(frame) and (path := real_path(args[0], follow=True)):
+                self._by_number[path] = users_line(frame)
+            if not args[2] & WRITES:
+                return
         if event in CHANGING:
             if not is_our_own(frame):
                 self._last[threading.get_ident()] = event, args
@@ -289,6 +313,11 @@ class FileHistory:
         return path.removeprefix(self._cwd)
 
 
+def _opens_by_number(event: str, args: tuple[Any, ...]) -> bool:
+    """`os.open`, which says no mode."""
+    return event == "open" and args[1] is None and isinstance(args[2], int)
+
+
 # --- the hook -----------------------------------------------------------------------------------------------
 
 _ABOUT_DESCRIPTORS = frozenset(["mmap.__new__", "fcntl.lockf", "fcntl.fcntl"])
@@ -311,7 +340,7 @@ def _hook(
     """Every event of the process comes here: most leave at the first line."""
     if event not in heard:
         return
-    if event == "open" and not (isinstance(args[2], int) and args[2] & writes):
+    if event == "open" and not (isinstance(args[2], int) and (args[2] & writes or args[1] is None)):
         return
     for tell in told:
         tell(event, args)

@@ -301,11 +301,20 @@ class Script:
         if found:
             self._around.fail(self._cannot([(part.path, part.thing, part.why) for part in found]))
         try:
+            if self._files is not None:
+                self._check_descriptors(self._files)
             program.take(frame)
         except CannotBeSaved as error:
             self._around.fail(self._cannot(error.found))
         except SubletError as error:
             self._around.fail(error)
+
+    def _check_descriptors(self, files: FileHistory) -> None:
+        if held := files.held_by_number:
+            raise self._refusal(
+                f"{held[0]}, is read or written by its number, which is another in the next process",
+                "open it with open(), or close it before the loop",
+            )
 
     def _cannot(self, found: list[tuple[str, Any, str]]) -> BadInput:
         path, thing, why = found[0]
@@ -477,6 +486,7 @@ class Script:
         """Where the history of the files stands. What older saves than the last two need is forgotten."""
         if self._files is None:
             return 0
+        self._check_descriptors(self._files)
         position = self._files.position()
         self._files.sync()
         self._positions.append((self.run.step, position))

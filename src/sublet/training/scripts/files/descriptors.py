@@ -28,7 +28,7 @@ def path_of_descriptor(fd: int) -> str:
 def open_for_writing() -> Iterator[tuple[int, int, os.stat_result]]:
     """Files, but for those that the standard streams go to: descriptor, flags and looks."""
     standard = {_file_of(info) for fd in range(3) if (info := _look(fd))}
-    for fd in _descriptors():
+    for fd in descriptors():
         info = _look(fd)
         if info is None or not stat.S_ISREG(info.st_mode) or _file_of(info) in standard:
             continue
@@ -39,7 +39,7 @@ def open_for_writing() -> Iterator[tuple[int, int, os.stat_result]]:
 
 
 def descriptors_of(wanted: os.stat_result) -> list[int]:
-    return [fd for fd in _descriptors() if (info := _look(fd)) and os.path.samestat(info, wanted)]
+    return [fd for fd in descriptors() if (info := _look(fd)) and os.path.samestat(info, wanted)]
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def is_locked(info: os.stat_result) -> bool:
         return True
 
 
-def _descriptors() -> list[int]:
+def descriptors() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
