@@ -176,6 +176,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sublet-") as folder:
         os.environ.setdefault("SUBLET_HOME", folder)
         os.environ |= {"SUBLET_DEVICES": "host:1x16GiB", "SUBLET_PRELOAD": "none"}
+        os.environ.setdefault("SUBLET_ISOLATION", "none")  # ann, ben and cem trust each other on any machine
         home = Path(os.environ["SUBLET_HOME"])
         home.mkdir(parents=True, exist_ok=True)
         (home / "sublet.toml").write_text(POLICY)

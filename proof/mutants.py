@@ -39,6 +39,7 @@ RULES = (
     *(f"K{n}" for n in range(1, 4)),
     "A1",
     *(f"X{n}" for n in range(1, 5)),
+    "I1",
     "I4",
 )
 #: A test that takes longer than this under a mutant counts as hung.
@@ -69,6 +70,7 @@ def one(name: str, rule: str, file: str, old: str, new: str, test: str, *, quick
 CONTRACT = "tests/ledger/test_contract.py::"
 SQLITE = "[sqlite]"
 SHIM = "tests/training/test_shim.py::"
+ISOLATION = "tests/core/studio/test_isolation.py"
 
 MUTANTS = (
     # --- leases
@@ -335,6 +337,24 @@ MUTANTS = (
         "tests/core/leasing/test_heartbeats.py"),
     one("a warden nobody can find stays", "I4", "core/leasing/heartbeats.py",
         "    if not findable:\n", "    if False:\n", "tests/core/leasing/test_heartbeats.py"),
+    one("what no worker reported is in force", "I1", "core/studio/isolation.py",
+        "    return [boundary for boundary in NEEDED if not boundary.in_force(words)]\n", "    return []\n", ISOLATION),
+    one("a limit of each process bounds them all", "I1", "core/studio/worker_limits.py",
+        'r"memory .+ by cgroup"', 'r"memory .+ by (cgroup|rlimit)"', ISOLATION),
+    one("a host that was not tried lets everybody in", "I1", "core/studio/isolation.py",
+        "        return self.mode is IsolationMode.NONE or self.elsewhere or self.separates\n", "        return True\n", ISOLATION),
+    one("who comes second is let in by the ledger", "I1", "ledger/verbs/studio/sessions.py",
+        "alone if alone is not None and others_have(tx, asked.tenant) else None", "None",
+        "tests/studio/test_isolation.py::test_of_two_tenants_who_come_at_once_one_is_admitted"),
+    one("a tenant whose session has ended left nothing", "I1", "ledger/verbs/studio/sessions.py",
+        "WHERE tenant <> ? LIMIT 1", "WHERE tenant <> ? AND ended_at = 0 LIMIT 1",
+        "tests/studio/test_isolation.py::test_whoever_was_there_first_stays_alone_after_leaving"),
+    one("a worker is given away unseen", "I1", "studio/holder/admission.py",
+        "    if refused is not None and ledger.others_have_sessions(tenant):\n", "    if False:\n",
+        "tests/studio/test_isolation.py::test_the_worker_itself_is_judged_before_it_is_anybodys"),
+    one("a limit is in force because it was written", "I1", "processes/sandbox/limits.py",
+        "        return amount - rounded < int(knob.read_text()) <= amount\n", "        return True\n",
+        "tests/processes/sandbox/test_limits.py::test_a_limit_that_is_not_read_back_is_not_in_force"),
 )  # fmt: skip
 
 

@@ -90,6 +90,8 @@ def make_home(tmp_path: Path, ledger: str, monkeypatch: pytest.MonkeyPatch, devi
         "SUBLET_DEVICES": devices,
         # Device memory is looked for machine-wide: each home must have devices of its own.
         "SUBLET_HOST": f"h{uuid.uuid4().hex[:8]}",
+        # Tenants of these tests trust each other, wherever they run. Tests of what separates them say otherwise.
+        "SUBLET_ISOLATION": "none",
         "SUBLET_PRELOAD": "none",  # a zygote that is up in a moment; tests that want torch say so
     }
     for name, value in values.items():

@@ -21,6 +21,7 @@ from sublet.core.leasing.tenancy import Tenant
 from sublet.core.progress.effect import Head
 from sublet.core.queues.items import ItemState, QueueTerms, from_text
 from sublet.core.scheduling.device import Device
+from sublet.core.studio.isolation import HostIsolation
 from sublet.core.studio.session import SessionStatus
 from sublet.core.studio.session_usage import SessionUsage
 from sublet.ports.items import ConsumerRecord, ItemRecord, QueueRecord, QueueStats
@@ -59,7 +60,21 @@ def seen_version(answer: SessionAnswer) -> int:
     return answer.session.version * 16 + _STATUS_NUMBER[answer.status]
 
 
-def session_json(answer: SessionAnswer, usage: Shape | None = None, offer: Shape | None = None) -> Shape:
+def isolation_json(isolation: HostIsolation) -> Shape:
+    return {
+        "mode": isolation.mode.value,
+        "separates": None if isolation.elsewhere else isolation.separates,
+        "in_force": list(isolation.words),
+        "missing": [boundary.name for boundary in isolation.missing],
+    }
+
+
+def session_json(
+    answer: SessionAnswer,
+    usage: Shape | None = None,
+    offer: Shape | None = None,
+    isolation: Shape | None = None,
+) -> Shape:
     session, lease, wait = answer.session, answer.lease, answer.wait
     request = session.request
     status = answer.status
@@ -100,6 +115,7 @@ def session_json(answer: SessionAnswer, usage: Shape | None = None, offer: Shape
             "reason": wait.reason,
         },
         "offer": offer,
+        "isolation": isolation,
         "usage": usage,
         "version": seen_version(answer),
         "at": answer.at / 1e6,

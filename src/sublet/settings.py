@@ -17,6 +17,8 @@ from pathlib import Path
 
 from sublet.core.errors import BadInput, Misconfigured
 from sublet.core.leasing.policy import Policy
+from sublet.core.studio.isolation import parse_mode
+from sublet.core.studio.worker_limits import CPU_WEIGHT, MEMORY_PERCENT, PROCESSES_MOST
 from sublet.core.values import check_name
 
 
@@ -69,6 +71,28 @@ SPECS = (
         "SUBLET_VERIFY",
         "which resumes repeat what was done since the save before the last, and compare: auto (the first of "
         "each version of the program, then one in ten), always, first or never",
+    ),
+    Spec(
+        "isolation",
+        "SUBLET_ISOLATION",
+        "what a studio does where it cannot keep tenants apart: required (one tenant only), or none, by "
+        "name, for people who trust each other",
+    ),
+    Spec(
+        "worker_memory",
+        "SUBLET_WORKER_MEMORY",
+        "the most memory of one studio session's worker: a size such as 16GiB, or a share of the machine's "
+        "such as 50%",
+    ),
+    Spec(
+        "worker_processes",
+        "SUBLET_WORKER_PROCESSES",
+        "the most processes and threads of one studio session's worker",
+    ),
+    Spec(
+        "worker_cpu_weight",
+        "SUBLET_WORKER_CPU_WEIGHT",
+        "its share of a busy machine's CPU, beside 100 of each other one",
     ),
     Spec("price", "SUBLET_PRICE", "what a GPU-hour costs, such as 2.50: shown under cells and in reports"),
     Spec("host", "SUBLET_HOST", "the name of this machine in the ledger"),
@@ -139,6 +163,10 @@ def _defaults(home: str) -> dict[str, str]:
         "preload": "numpy,torch,torch._dynamo,torch.optim",
         "notices": "auto",
         "time_limit": "",
+        "isolation": "required",
+        "worker_memory": f"{MEMORY_PERCENT}%",
+        "worker_processes": str(PROCESSES_MOST),
+        "worker_cpu_weight": str(CPU_WEIGHT),
         "price": "",
         "host": _tidied(socket.gethostname(), "localhost"),
         "domain": "",
@@ -168,6 +196,7 @@ def load_settings(**arguments: str | None) -> Settings:
         values[name] = setting
     check_name(values["tenant"].value, what="tenant")
     check_name(values["host"].value, what="host")
+    parse_mode(values["isolation"].value)
     policy = table.get("policy")
     if policy is not None and not isinstance(policy, dict):
         raise Misconfigured(f"[policy] in {path} must be a table")

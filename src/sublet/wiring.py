@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sublet.core.checkpoints.checkpoint import ReplicaPolicy
-from sublet.core.errors import BadInput, Misconfigured, SubletError
+from sublet.core.errors import BadInput, Misconfigured, NotIsolated, SubletError
+from sublet.core.studio.isolation import HostIsolation, parse_mode, words_of
+from sublet.core.studio.worker_limits import DEFAULT_LIMITS, WorkerLimits, parse_limits
 from sublet.core.values import parse_duration
 from sublet.devices.opening import installed_drivers
 from sublet.devices.probe import find_devices
@@ -41,6 +43,7 @@ from sublet.processes.clock import HostClock
 from sublet.processes.ladder import HostProcesses
 from sublet.processes.loop_watch import LoopBeats
 from sublet.processes.sandbox.containment import contained
+from sublet.processes.sandbox.limits import machine_memory
 from sublet.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
 CLOCK = HostClock()
 #: For all sources of notices together to say whether they are here.
 HERE_SECONDS = 1.0
+#: Tenants' numbers begin at 1.
+NOBODYS_NUMBER = 0
 
 _lock = threading.Lock()
 _ledgers: dict[str, Ledger] = {}
@@ -125,7 +130,9 @@ def find_host_devices(settings: Settings, known: Mapping[str, Driver] | None = N
     return find_devices(settings["devices"], settings["host"], probes)
 
 
-def workers(settings: Settings, sandbox: TenantSandbox | None = None) -> Workers:
+def workers(
+    settings: Settings, sandbox: TenantSandbox | None = None, limits: WorkerLimits = DEFAULT_LIMITS
+) -> Workers:
     """Where leased workers come from; a tenant's with its sandbox. Imported late: most programs never need
     one."""
     from sublet.processes.worker.workers import LocalWorkers
@@ -137,7 +144,7 @@ def workers(settings: Settings, sandbox: TenantSandbox | None = None) -> Workers
         modules += ",sublet.notebook.cells.inside_cell"
     if preload != "none":
         modules += f",{_installed(preload)}"
-    return LocalWorkers(settings.home, settings["host"], modules, sandbox=sandbox)
+    return LocalWorkers(settings.home, settings["host"], modules, sandbox=sandbox, limits=limits)
 
 
 def places(settings: Settings) -> bool:
@@ -174,7 +181,34 @@ def tenant_workers(settings: Settings, number: int) -> Workers:
     if settings["ledger"].startswith("sqlite:"):
         hidden.append(str(Path(settings["ledger"].partition(":")[2]).parent))
     beside = sorted({str(Path(place).absolute()) for place in hidden if place})
-    return workers(settings, TenantSandbox(number=number, hide=tuple(beside)))
+    return workers(settings, TenantSandbox(number=number, hide=tuple(beside)), worker_limits(settings))
+
+
+def worker_limits(settings: Settings) -> WorkerLimits:
+    """What one worker of a tenant may use here."""
+    return parse_limits(
+        memory=settings["worker_memory"],
+        processes=settings["worker_processes"],
+        cpu_weight=settings["worker_cpu_weight"],
+        machine_bytes=machine_memory(),
+    )
+
+
+def try_isolation(settings: Settings) -> HostIsolation:
+    """What keeps tenants apart on this host, found out by a worker made as a tenant's is, for nobody."""
+    mode = parse_mode(settings["isolation"])
+    if places(settings):
+        return HostIsolation(mode=mode, elsewhere=True)
+    try:
+        worker = tenant_workers(settings, NOBODYS_NUMBER).start()
+    except NotIsolated as e:
+        return HostIsolation(mode=mode, refused=e.message, remedy=e.remedy)
+    except (SubletError, OSError) as e:  # it may be able to later
+        return HostIsolation(mode=mode, refused="no worker could be started to try it", remedy=str(e))
+    try:
+        return HostIsolation(mode=mode, words=tuple(words_of(worker.containment)))
+    finally:
+        worker.end("it was a trial")
 
 
 def _installed(modules: str) -> str:

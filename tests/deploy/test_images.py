@@ -112,6 +112,11 @@ def test_the_studio_of_the_compose_file_is_ours() -> None:
     parsed = check_command(studio["command"])
     check_variables(studio["environment"])
     assert studio["ports"] == [f"127.0.0.1:8080:{parsed.values['port']}"]
+    # Two tenants cannot be kept apart in there: nobody but the operator says that it does not matter.
+    assert studio["environment"]["SUBLET_ISOLATION"] == "${SUBLET_ISOLATION:-required}"
+    assert "SUBLET_ISOLATION=required" in (COMPOSE.parent / "env.example").read_text().splitlines()
+    assert studio["mem_limit"]
+    assert studio["pids_limit"]
     assert studio["build"]["target"] in stages()
     assert (
         COMPOSE.parent / studio["build"]["context"] / studio["build"]["dockerfile"]

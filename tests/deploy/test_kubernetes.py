@@ -5,6 +5,7 @@ A schema knows no exit code, setting, route, command or grace: those are asked o
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ RENDERED = ("base", "overlays/gke-spot")
 OLDEST = "1.34"
 #: What GKE gives a pod on a Spot node.
 SPOT_SECONDS = 15
+STUDIO, ACCOUNT = "sublet-studio", "sublet"
 
 Manifest = dict[str, Any]
 
@@ -88,12 +90,14 @@ def test_everything_asked_for_is_there(manifests: list[Manifest]) -> None:
         ("Deployment", "sublet-studio"),
         ("Job", "spot-training"),
         ("Namespace", "sublet"),
+        ("NetworkPolicy", "sublet-studio"),
         ("PodDisruptionBudget", "batch-worker"),
         ("PodDisruptionBudget", "sublet-studio"),
         ("Role", "sublet-reads-pods"),
         ("RoleBinding", "sublet-reads-pods"),
         ("Service", "sublet-studio"),
         ("ServiceAccount", "sublet"),
+        ("ServiceAccount", "sublet-studio"),
     ]
 
 
@@ -133,11 +137,15 @@ def test_every_variable_is_a_setting_and_every_pod_has_what_it_needs(manifests: 
         check_variables(own)
         # The host is the node: one warden for all pods of it.
         assert own["SUBLET_HOST"]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName", name
+        assert {"configMapRef": {"name": settings["metadata"]["name"]}} in container["envFrom"], name
+        secret = "sublet-studio" if name == STUDIO else "sublet-ledger"
+        assert container["envFrom"][-1] == {"secretRef": {"name": secret}}, name  # the last one counts
+        if name == STUDIO:
+            assert own["SUBLET_NOTICES"]["value"] == "none"
+            continue
         # notice_bus/kubernetes.py asks for this pod, in this namespace.
         assert own["POD_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name", name
         assert own["POD_NAMESPACE"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace", name
-        assert {"configMapRef": {"name": settings["metadata"]["name"]}} in container["envFrom"], name
-        assert {"secretRef": {"name": "sublet-ledger"}} in container["envFrom"], name
 
 
 def test_the_store_and_the_sources_of_notices_are_known(manifests: list[Manifest]) -> None:
@@ -153,11 +161,52 @@ def test_pods_of_a_node_share_its_processes_and_one_home(manifests: list[Manifes
     """A warden sees a holder by its number, and the lock that says that it runs is in the home."""
     home = one(manifests, "ConfigMap", "sublet-settings")["data"]["SUBLET_HOME"]
     for name, pod in pods(manifests):
+        if name == STUDIO:
+            continue
         assert pod["hostPID"] is True, name
         assert {"name": "home", "mountPath": home} in main_container(pod)["volumeMounts"], name
         [volume] = [v for v in pod["volumes"] if v["name"] == "home"]
         assert volume["hostPath"]["path"] == home, name
         assert pod["securityContext"]["runAsUser"] == 10001, name  # or one could not end the other's
+
+
+def test_strangers_code_is_not_where_the_cluster_s_own_work_is(manifests: list[Manifest]) -> None:
+    """A studio in a container cannot keep its sessions from what its pod can reach: so the pod reaches little."""
+    found = dict(pods(manifests))
+    studio = found.pop(STUDIO)
+    for right in ("hostPID", "hostNetwork", "hostIPC", "shareProcessNamespace"):
+        assert not studio.get(right), right
+    assert studio["automountServiceAccountToken"] is False
+    assert studio["serviceAccountName"] == STUDIO
+    bound = [s["name"] for m in manifests if m["kind"] == "RoleBinding" for s in m["subjects"]]
+    assert STUDIO not in bound
+    account = next(m for m in manifests if m["kind"] == "ServiceAccount" and m["metadata"]["name"] == STUDIO)
+    assert account["automountServiceAccountToken"] is False
+    assert "annotations" not in account["metadata"]
+    assert not any("hostPath" in volume for volume in studio["volumes"])
+    [label] = [key for key in studio["nodeSelector"] if key.startswith("sublet.dev/")]
+    uids = {studio["securityContext"]["runAsUser"]}
+    for name, pod in found.items():
+        assert pod["securityContext"]["runAsUser"] not in uids, name
+        [term] = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+            "nodeSelectorTerms"
+        ]
+        assert {"key": label, "operator": "DoesNotExist"} in term["matchExpressions"], name
+    assert main_container(studio)["command"][:2] == ["sublet", "serve"]
+    assert "--isolation" not in main_container(studio)["command"]
+
+
+def test_a_session_cannot_ask_the_nodes_metadata_service(manifests: list[Manifest]) -> None:
+    policy = one(manifests, "NetworkPolicy", STUDIO)["spec"]
+    studio = next(m for m in manifests if m["kind"] == "Deployment" and m["metadata"]["name"] == STUDIO)
+    assert policy["podSelector"]["matchLabels"] == studio["spec"]["template"]["metadata"]["labels"]
+    assert policy["policyTypes"] == ["Egress"]
+    for rule in policy["egress"]:
+        for block in (to["ipBlock"] for to in rule["to"]):
+            network = ipaddress.ip_network(block["cidr"])
+            for address in map(ipaddress.ip_address, ("169.254.169.254", "169.254.169.252", "fd00:ec2::254")):
+                if address in network:
+                    assert any(address in ipaddress.ip_network(x) for x in block["except"]), address
 
 
 def test_nothing_is_root_and_nothing_can_be_written_to(manifests: list[Manifest]) -> None:
@@ -251,10 +300,11 @@ def test_a_pod_may_read_itself_and_nothing_else(manifests: list[Manifest]) -> No
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]
     binding = one(manifests, "RoleBinding", "sublet")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    account = one(manifests, "ServiceAccount", "sublet")["metadata"]["name"]
-    assert [s["name"] for s in binding["subjects"]] == [account]
+    assert [s["name"] for s in binding["subjects"]] == [ACCOUNT]
     for name, pod in pods(manifests):
-        assert pod["serviceAccountName"] == account, name
+        if name != STUDIO:
+            assert pod["serviceAccountName"] == ACCOUNT, name
+            assert pod["automountServiceAccountToken"] is True, name  # notice_bus/kubernetes.py reads it
 
 
 def test_on_gke_work_is_on_spot_nodes_beside_its_bucket_and_people_are_not() -> None:
@@ -269,7 +319,11 @@ def test_on_gke_work_is_on_spot_nodes_beside_its_bucket_and_people_are_not() -> 
     regions = {pod["nodeSelector"]["topology.kubernetes.io/region"] for pod in found.values()}
     store = one(manifests, "ConfigMap", "sublet-settings")["data"]["SUBLET_STORE"]
     assert regions == {store.rpartition("@")[2]}
-    account = one(manifests, "ServiceAccount", "sublet")["metadata"]["annotations"]
+    [account] = [
+        m["metadata"]["annotations"]
+        for m in manifests
+        if m["kind"] == "ServiceAccount" and m["metadata"]["name"] == ACCOUNT
+    ]
     assert account["iam.gke.io/gcp-service-account"].endswith(".iam.gserviceaccount.com")
     for name, pod in found.items():  # the driver is visible in pods that ask for a share of the GPU
         assert main_container(pod)["resources"]["limits"]["nvidia.com/gpu"] == "1", name

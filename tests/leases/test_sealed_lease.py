@@ -16,11 +16,12 @@ import sublet
 from sublet import wiring
 from sublet.core.errors import LeaseLost, WorkerLost
 from sublet.core.leasing.lease import EndReason
+from sublet.core.studio.isolation import HIDDEN_HOME
 from sublet.leases import sessions
 from sublet.leases.lease import WATCHDOG_US, Lease
 from sublet.leases.request import GpuRequest
 from sublet.processes.sandbox import containment
-from sublet.processes.sandbox.tenant_sandbox import HIDDEN_HOME, TenantSandbox
+from sublet.processes.sandbox.tenant_sandbox import TenantSandbox
 from sublet.processes.worker.local import LocalWorker
 from tests.homes import Home, process_is_gone, wait_until
 from tests.processes.test_sealed import Heard

@@ -11,7 +11,7 @@ from sublet.processes.supervisor import command_supervisor
 if __name__ == "__main__":
     allowed = sys.argv.pop(1).split(", ")
     if containment.CGROUP not in allowed:
-        nothing: Any = classmethod(lambda cls, name, pids_max=0: None)
+        nothing: Any = classmethod(lambda cls, name, wanted=None: None)
         containment.Group.make = nothing
     if containment.PID_NAMESPACE not in allowed:
         without: Any = lambda: False  # noqa: E731

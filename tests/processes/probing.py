@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sublet.processes.sandbox.tenant_sandbox import SCOPED, TenantSandbox, uid_of
+from sublet.core.studio.isolation import SCOPED
+from sublet.processes.sandbox.tenant_sandbox import TenantSandbox, uid_of
 from sublet.processes.worker.local import LocalWorker
 from sublet.processes.worker.workers import LocalWorkers
 from tests.processes.conftest import moved_in, zygote_pids

@@ -22,6 +22,7 @@ from typing import Any
 
 from sublet.core.leasing.lease import Holder, Request
 from sublet.core.leasing.tenancy import Tenant
+from sublet.core.studio.isolation import HostIsolation, IsolationMode
 from sublet.core.studio.session import job_of
 from sublet.core.studio.token import Scope
 from sublet.ports.ledger import FoundDevice, Ledger
@@ -36,6 +37,10 @@ from sublet.studio.tokens import new_token
 GIB = 1 << 30
 HOST = "node-a"
 WIDE = EdgeLimits(address_rate=0, tenant_rate=0, penalty_seconds=0.0)
+
+
+#: Its tenants trust each other, because no code of theirs runs.
+TRUSTING = HostIsolation(mode=IsolationMode.NONE)
 
 
 class Unattended(SessionHostRelay):
@@ -147,6 +152,7 @@ def running(
     *,
     relay: SessionHostRelay | None = None,
     metrics_open: bool = False,
+    isolation: HostIsolation = TRUSTING,
     proxies: Any = (),
 ) -> Iterator[Running]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -163,6 +169,7 @@ def running(
             log=ServiceLog(lines.append),
             metrics_open=metrics_open,
             warden=lambda: None,
+            isolation=isolation,
         )
         server = make_server(service, ListenAddress(host="127.0.0.1", port=port), proxies)
         service.relay = relay or Unattended(settings)

@@ -21,7 +21,7 @@ from sublet.core.billing.goodput import CommitUse, DayUse
 from sublet.core.billing.meter import Usage
 from sublet.core.billing.price import Price
 from sublet.core.checkpoints.versions import Adoption, KeptVersion, Versions
-from sublet.core.errors import SubletError
+from sublet.core.errors import NotIsolated, SubletError
 from sublet.core.journal.chain import Entry, Fault
 from sublet.core.journal.counters import Happened, LiveLease, Worked
 from sublet.core.journal.step_audit import Proof
@@ -363,9 +363,14 @@ class Ledger(ItemLedger, Protocol):
         host: str,
         name: str = "",
         checkpoint: str = "",
+        alone: NotIsolated | None = None,
     ) -> SessionAnswer:
         """Open a session, or `QuotaReached`. Repeating it with the same id and request returns what the first
-        call did."""
+        call did. `alone` is the refusal where another tenant has sessions, open or ended, and this host
+        cannot keep the two apart."""
+
+    def others_have_sessions(self, tenant: str) -> bool:
+        """Called before a worker that is not kept apart is given to this tenant."""
 
     def look_session(self, session_id: str, tenant: str, *, explain: bool = False) -> SessionAnswer:
         """Called for each request: one statement, no lock. With `explain`, its place in the waitlist is

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from sublet.core.errors import NotFound, SubletError
+from sublet.core.studio.isolation import NOT_CHECKED, HostIsolation
 from sublet.core.studio.token import Credential, Token
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.processes.loop_watch import ProcessHealth
@@ -109,11 +110,14 @@ class Service:
         log: ServiceLog | None = None,
         metrics_open: bool = False,
         warden: Callable[[], ProcessHealth | None] | None = None,
+        isolation: HostIsolation = NOT_CHECKED,
     ) -> None:
-        """`warden` tells of this host's; a test without one gives another."""
+        """`warden` tells of this host's; a test without one gives another. `isolation` is what keeps tenants
+        apart here."""
         self.ledger = ledger
         self.settings = settings
         self.host = settings["host"]
+        self.isolation = isolation
         self.limits = limits or EdgeLimits()
         self.log = log or ServiceLog()
         self.metrics_open = metrics_open
@@ -130,7 +134,10 @@ class Service:
         self.tokens = TokenWatch(self)
         warden = warden or (lambda: host_warden(settings))
         self.readiness = Readiness(self, warden)
-        self.meters = Meters(loops=lambda: {"warden": warden(), "session_host": self.relay.health()})
+        self.meters = Meters(
+            loops=lambda: {"warden": warden(), "session_host": self.relay.health()},
+            isolation=lambda: self.isolation,
+        )
         self.tracing = Tracing()
         self.leaving = False
         self._clock_base = time.time_ns() // 1000 - time.monotonic_ns() // 1000

@@ -24,9 +24,11 @@ import uvicorn
 
 from sublet.core.errors import Misconfigured, SubletError
 from sublet.core.leasing.tenancy import Tenant
+from sublet.core.studio.isolation import HostIsolation
 from sublet.core.studio.token import Scope, judge
 from sublet.leases.warden.warden_process import ensure_warden
 from sublet.ports.ledger import Ledger
+from sublet.processes.sandbox.limits import step_aside
 from sublet.settings import Settings
 from sublet.studio.edge.app import make_app
 from sublet.studio.edge.connection import connection_class
@@ -35,7 +37,7 @@ from sublet.studio.edge.limits import EdgeLimits
 from sublet.studio.edge.logs import LibraryLogHandler, ServiceLog
 from sublet.studio.service import Service
 from sublet.studio.tokens import new_token
-from sublet.wiring import open_ledger
+from sublet.wiring import open_ledger, try_isolation
 
 OPERATOR = "operator"
 LEAVE_SECONDS = 10
@@ -167,6 +169,7 @@ class ServiceAddress:
 
     url: str
     token: str  # the first operator's, or ''
+    isolation: HostIsolation
 
 
 def serve(
@@ -188,12 +191,18 @@ def serve(
         logger.handlers, logger.propagate = [bridge], False
     try:
         token = first_operator_token(ledger)
+        step_aside()  # before anything is started: what is started later is in the same group
         ensure_warden(settings, wait=False, for_pid=os.getpid())
         host = f"[{address.host}]" if ":" in address.host else address.host
-        on_open(ServiceAddress(url=f"{address.scheme}://{host}:{sock.getsockname()[1]}", token=token))
+        isolation = try_isolation(settings)
+        url = f"{address.scheme}://{host}:{sock.getsockname()[1]}"
+        on_open(ServiceAddress(url=url, token=token, isolation=isolation))
+        _log_isolation(log, isolation)
 
         async def run() -> None:
-            service = Service(ledger, settings, limits=limits, log=log, metrics_open=metrics_open)
+            service = Service(
+                ledger, settings, limits=limits, log=log, metrics_open=metrics_open, isolation=isolation
+            )
             server = make_server(service, address, proxies)
             await asyncio.get_running_loop().run_in_executor(None, _start_session_host, service)
             keeping = asyncio.create_task(_keep_host_running(service))
@@ -207,6 +216,11 @@ def serve(
         log.close()
 
 
+def _log_isolation(log: ServiceLog, isolation: HostIsolation) -> None:
+    level = "info" if isolation.separates or isolation.elsewhere else "warning"
+    log.event("isolation", level=level, summary=isolation.summary, advice=isolation.advice)
+
+
 async def _keep_host_running(service: Service) -> None:
     """Starts a killed warden or session host again, because clients that wait for a GPU send no request that
     would."""
@@ -217,6 +231,8 @@ async def _keep_host_running(service: Service) -> None:
                 continue
             # It stays while this process does: a waiter whose warden died is otherwise never served.
             await service.work(lambda: ensure_warden(service.settings, wait=False, for_pid=os.getpid()))
+            if service.isolation.refused:
+                service.isolation = await service.work(lambda: try_isolation(service.settings))
             if service.relay.alive():
                 continue
             found = await service.work(lambda: service.ledger.host_sessions(service.host))

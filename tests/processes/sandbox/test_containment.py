@@ -74,7 +74,8 @@ class Planted:
         self.word = f"planted-{uuid.uuid4().hex}"
         self.worker = moved_in(workers)
         self.group = group_name(self.worker.holder.pid, self.worker.holder.started)
-        assert self.worker.containment == workers.mode
+        # Limits that a group has are named after what contains it.
+        assert f"{self.worker.containment}, ".startswith(f"{workers.mode}, ")
         group = Group.find(self.group)
         assert (group is not None) == (CGROUP in workers.mode)
         if group is not None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from sublet.core.studio import own_uid
+from sublet.core.studio.isolation import OWN_UID
 from sublet.processes.sandbox import containment, tenant_sandbox
-from sublet.processes.sandbox.tenant_sandbox import OWN_UID, UID_BASE, NotEntered
+from sublet.processes.sandbox.tenant_sandbox import UID_BASE, NotEntered
 from tests.conftest import need
 from tests.processes.conftest import REPOSITORY, end_zygotes
 from tests.waiting import wait_until

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sublet.core.errors import BadInput, MissingExtra
+from sublet.core.studio.isolation import IsolationMode
 from sublet.core.values import parse_size
 from sublet.settings import load_settings
 
@@ -30,6 +31,9 @@ def _say(opened: ServiceAddress) -> None:
     if opened.token:
         click.echo(f"operator token: {opened.token}")
         click.echo("keep it now: it is not stored and cannot be shown again", err=True)
+    click.echo(opened.isolation.summary)
+    for line in opened.isolation.advice:
+        click.echo(f"  {line}")
 
 
 @click.command(
@@ -58,6 +62,12 @@ def _say(opened: ServiceAddress) -> None:
     is_flag=True,
     help="Listen in the clear elsewhere than on loopback: tokens can be read on the way.",
 )
+@click.option(
+    "--isolation",
+    type=click.Choice([mode.value for mode in IsolationMode]),
+    help="Where this host cannot keep tenants apart: required lets in one tenant only; none lets in people "
+    "who trust each other. Default: SUBLET_ISOLATION, or required.",
+)
 @click.option("--metrics-open", is_flag=True, help="/metrics without a token.")
 @click.option(
     "--max-call", default="256MiB", show_default=True, help="The most bytes of one call or saved state."
@@ -83,6 +93,7 @@ def serve(
     trusted_proxy: tuple[str, ...],
     behind_proxy: bool,
     insecure: bool,
+    isolation: str | None,
     metrics_open: bool,
     max_call: str,
     rate: float,
@@ -113,7 +124,7 @@ def serve(
         tenant_streams=max_streams,
     )
     serving.serve(
-        load_settings(),
+        load_settings(isolation=isolation),
         serving.ListenAddress(
             host=host,
             port=port,

@@ -19,29 +19,23 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sublet.processes.sandbox import kernel_calls
+from sublet.core.studio.worker_limits import DEFAULT_LIMITS, LimitInForce, WorkerLimits
+from sublet.processes.sandbox import kernel_calls, limits
+from sublet.processes.sandbox.limits import cgroup_mount
 
 CGROUP = "cgroup"
 PID_NAMESPACE = "pid namespace"
 SUBREAPER = "subreaper"
-#: More processes than any honest worker has; fewer than it takes to starve a machine.
-PIDS_MAX = 4096
 #: Threads count too, and a training with many data loaders on a large machine has thousands of them.
-COMMAND_PIDS_MAX = 32_768
+COMMAND_LIMITS = WorkerLimits(processes=32_768)
+
+
+#: How often a group is tried to be removed, a millisecond apart. v1 counts a zombie until somebody has reaped
+#: it, v2 does not.
+_LOOKS, _ZOMBIE_LOOKS = 20, 250
 
 
 # --- cgroup ---
-
-
-@cache
-def cgroup_mount() -> Path | None:
-    """Where cgroup v2 is mounted: its usual place, or beside v1."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            fields = line.split(" ")
-            if fields[2] == "cgroup2":
-                return Path(fields[1])
-    return None
 
 
 def group_name(pid: int, started: int) -> str:
@@ -51,25 +45,25 @@ def group_name(pid: int, started: int) -> str:
 @dataclass(frozen=True, slots=True)
 class Group:
     path: Path
+    limits: tuple[LimitInForce, ...] = ()  # those the kernel confirmed
+    beside: tuple[Path, ...] = ()  # in v1 hierarchies, for limits that v2 does not have here
 
     @classmethod
-    def make(cls, name: str, pids_max: int = PIDS_MAX) -> Group | None:
+    def make(cls, name: str, wanted: WorkerLimits = DEFAULT_LIMITS) -> Group | None:
         """Make a group below this process's own, where a user may make one if anywhere."""
-        mount = cgroup_mount()
-        if mount is None:
+        base = limits.v2_base()
+        if base is None:
             return None
+        path = base / name
         try:
-            own = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
-            path = mount / own[3:].lstrip("/") / name
             path.mkdir()
             if not (path / "cgroup.kill").exists():
                 path.rmdir()
                 return None
-        except (OSError, StopIteration):
+        except OSError:
             return None
-        with contextlib.suppress(OSError):
-            (path / "pids.max").write_text(str(pids_max))
-        return cls(path)
+        in_force, beside = limits.put_in_force(path, wanted)
+        return cls(path, tuple(in_force), tuple(beside))
 
     @classmethod
     def find(cls, name: str) -> Group | None:
@@ -83,19 +77,21 @@ class Group:
 
     @classmethod
     def all(cls) -> list[tuple[int, int, Group]]:
-        """Every group there is, with the pid and start tick of its supervisor."""
-        mount = cgroup_mount()
-        found = []
-        for folder, names, _ in os.walk(mount) if mount is not None else ():
-            for name in names:
-                prefix, _, rest = name.partition("-")
-                pid, _, started = rest.partition("-")
-                if prefix == "sublet" and pid.isdigit() and started.isdigit():
-                    found.append((int(pid), int(started), cls(Path(folder) / name)))
-        return found
+        """Every group there is, with the pid and start tick of its supervisor. One of v1 whose v2 group is
+        gone is among them."""
+        found: dict[str, tuple[int, int, Group]] = {}
+        for mount in (cgroup_mount(), *limits.v1_mounts()):
+            for folder, names, _ in os.walk(mount) if mount is not None else ():
+                for name in names:
+                    prefix, _, rest = name.partition("-")
+                    pid, _, started = rest.partition("-")
+                    if prefix == "sublet" and pid.isdigit() and started.isdigit():
+                        found.setdefault(name, (int(pid), int(started), cls(Path(folder) / name)))
+        return list(found.values())
 
     def join(self) -> None:
-        (self.path / "cgroup.procs").write_text("0")
+        for path in (self.path, *self.beside):
+            (path / "cgroup.procs").write_text("0")
 
     def pids(self) -> list[int]:
         with contextlib.suppress(OSError):
@@ -120,14 +116,24 @@ class Group:
             time.sleep(0.0005)
 
     def remove(self) -> None:
-        for _ in range(20):
-            try:
-                self.path.rmdir()
-                return
-            except FileNotFoundError:
-                return
-            except OSError:  # the last zombie is being reaped
-                time.sleep(0.001)
+        """Remove it and those beside it. One that must stay for a moment keeps the v2 group, by which a
+        warden's sweep finds both."""
+        beside = self.beside or limits.groups_beside(self.path.name)
+        removed = [_is_removed(path, _ZOMBIE_LOOKS) for path in beside]
+        if all(removed):
+            _is_removed(self.path, _LOOKS)
+
+
+def _is_removed(path: Path, looks: int) -> bool:
+    for _ in range(looks):
+        try:
+            path.rmdir()
+            return True
+        except FileNotFoundError:
+            return True
+        except OSError:  # the last zombie is being reaped
+            time.sleep(0.001)
+    return False
 
 
 # --- PID namespace ---

@@ -22,28 +22,30 @@ import resource
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sublet.core.errors import BadInput
+from sublet.core.studio.isolation import HIDDEN_HOME, OWN_IPC, OWN_UID, READ_ONLY, SAME_UID, SCOPED
 from sublet.core.studio.own_uid import IsolationRefusal, not_allowed, not_mapped, not_prepared, not_readable
+from sublet.core.studio.worker_limits import Enforcer, LimitInForce, Resource
 from sublet.machine.process_log import ProcessLog
 from sublet.processes.ladder import read_stat
 from sublet.processes.sandbox import kernel_calls
 
-HIDDEN_HOME = "hidden home"
-READ_ONLY = "read-only system"
-SCOPED = "own sockets"
-OWN_UID = "own uid"
-SAME_UID = "same uid"
 #: A tenant's uid is one of these plus its number: far above people's, or below the system's where a container
 #: has few.
 UID_BASE = 700_000
 UID_BASE_SMALL, UID_SMALL_MOST = 20_000, 40_000
 NUMBER_MOST = 1 << 20
 OPEN_FILES_MOST = 65_536
+#: Of 1000. The service and the session host have 0.
+OOM_SCORE = "500"
+#: RLIMIT_DATA counts what a process can write in memory; address space that a GPU driver only reserves is not
+#: in it. RLIMIT_NPROC counts the processes of one user, in its user namespace if it has one.
+_RLIMITS = {Resource.PROCESSES: resource.RLIMIT_NPROC, Resource.MEMORY: resource.RLIMIT_DATA}
 #: Variables that tell a program only about locale, time zone and where programs are.
 ENVIRONMENT = ("PATH", "LANG", "TZ")
 ENVIRONMENT_PREFIXES = ("LC_",)
@@ -163,6 +165,8 @@ class SandboxSpec:
     home: str
     hide: tuple[str, ...]
     scratch: str
+    shared_memory_bytes: int = 0  # of its /dev/shm; 0: the kernel's default
+    rlimits: tuple[tuple[str, int], ...] = ()  # limits that no group of its own keeps
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> SandboxSpec:
@@ -171,6 +175,8 @@ class SandboxSpec:
             home=str(fields["home"]),
             hide=tuple(map(str, fields["hide"])),
             scratch=str(fields["scratch"]),
+            shared_memory_bytes=int(fields["shared_memory_bytes"]),
+            rlimits=tuple((str(name), int(amount)) for name, amount in fields["rlimits"].items()),
         )
 
 
@@ -199,16 +205,16 @@ class NotEntered(Exception):
         self.refusal = refusal
 
 
-def enter(spec: SandboxSpec, *, namespaces: bool) -> list[str]:
+def enter(spec: SandboxSpec, *, namespaces: bool) -> tuple[list[str], dict[str, int]]:
     """Enter the sandbox. Runs in the contained process, before any code of the tenant's; returns what was
-    reached, or raises `NotEntered`."""
+    reached and which rlimits are in force, or raises `NotEntered`."""
     try:
         return _enter(spec, namespaces)
     except OSError as e:
         raise NotEntered(not_prepared(e.strerror or type(e).__name__)) from e
 
 
-def _enter(spec: SandboxSpec, namespaces: bool) -> list[str]:
+def _enter(spec: SandboxSpec, namespaces: bool) -> tuple[list[str], dict[str, int]]:
     reached: list[str] = []
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     most_files = min(most_files, OPEN_FILES_MOST) if most_files != resource.RLIM_INFINITY else OPEN_FILES_MOST
@@ -219,6 +225,9 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> list[str]:
         _give_scratch(spec, uid)
     if namespaces:
         reached += _mount_view(spec, uid)
+        with contextlib.suppress(OSError):  # segments and queues of System V have no file to be hidden
+            kernel_calls.unshare(kernel_calls.CLONE_NEWIPC)
+            reached.append(OWN_IPC)
     if uid is not None:
         become(uid, [*needed(), spec.scratch])
     reached.append(SAME_UID if uid is None else OWN_UID)
@@ -228,7 +237,38 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> list[str]:
         reached.append(SCOPED)
     os.umask(0o077)
     os.chdir(spec.scratch)
-    return reached
+    _rather_than_the_service()
+    return reached, _limit_each(spec.rlimits)
+
+
+def _rather_than_the_service() -> None:
+    """When the whole machine is out of memory, the kernel ends a worker first."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    except OSError as e:
+        ProcessLog("tenant-sandbox")(f"oom_score_adj was not raised: {e}")
+
+
+def _limit_each(wanted: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Set what a process can be limited to alone, and return what the kernel confirms."""
+    kept = {}
+    for name, amount in wanted:
+        kind = _RLIMITS.get(Resource(name))
+        if kind is None:
+            continue
+        _, hard = resource.getrlimit(kind)
+        least = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+        resource.setrlimit(kind, (least, least))
+        if resource.getrlimit(kind) == (least, least):
+            kept[name] = least
+    return kept
+
+
+def rlimits_of(kept: Mapping[str, int]) -> list[LimitInForce]:
+    return [
+        LimitInForce(resource=Resource(name), amount=amount, by=Enforcer.RLIMIT)
+        for name, amount in kept.items()
+    ]
 
 
 def own_uid(number: int) -> int:
@@ -294,9 +334,12 @@ def _mount_view(spec: SandboxSpec, uid: int | None) -> list[str]:
         empty = []
         for place in ("/dev/shm", *covers):
             if os.path.isdir(place):
-                mode = "1777" if place == "/dev/shm" else "0755"
+                options = "mode=0755"
+                if place == "/dev/shm":
+                    most = f",size={spec.shared_memory_bytes}" if spec.shared_memory_bytes else ""
+                    options = f"mode=1777{most}"
                 kernel_calls.mount(
-                    "tmpfs", place, "tmpfs", kernel_calls.MS_NOSUID | kernel_calls.MS_NODEV, f"mode={mode}"
+                    "tmpfs", place, "tmpfs", kernel_calls.MS_NOSUID | kernel_calls.MS_NODEV, options
                 )
                 empty.append(place)
         for place, fd in sorted(held.items()):  # outer ones first
@@ -388,7 +431,3 @@ def terms_of(scratch: str, environment: Mapping[str, str], own: Mapping[str, str
         "USER": "tenant",
         "LOGNAME": "tenant",
     }
-
-
-def in_words(contained: str, reached: Sequence[str]) -> str:
-    return ", ".join([contained, *reached])

@@ -35,6 +35,7 @@ from sublet.machine.run_folder import RunFolder
 from sublet.processes.channel.channel import receive_with_fds, send_with_fds
 from sublet.processes.ladder import descendants, ended, read_stat
 from sublet.processes.sandbox import kernel_calls
+from sublet.processes.sandbox.containment import COMMAND_LIMITS
 from sublet.processes.supervisor import report
 from sublet.processes.supervisor.supervisor import (
     BACKSTOP_US,
@@ -441,7 +442,7 @@ def main() -> int:
     control = socket.socket(fileno=int(control_fd))
     run = RunFolder(Path(run_folder))
     try:
-        supervised = contain(become, lingers=True)
+        supervised = contain(become, lingers=True, limits=COMMAND_LIMITS)
         supervisor = CommandSupervisor(
             supervised, control, int(client_pid), Path(accounts_folder), run, int(grace_us)
         )

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sublet.core.studio.own_uid import IsolationRefusal, not_prepared
+from sublet.core.studio.worker_limits import DEFAULT_LIMITS, WorkerLimits, in_words
 from sublet.processes.channel.channel import pair, receive_with_fds, send_with_fds
 from sublet.processes.ladder import end_children, ended, read_stat
 from sublet.processes.sandbox import containment, kernel_calls, tenant_sandbox
@@ -84,6 +85,7 @@ def contain(
     *,
     lingers: bool = False,
     sandboxed: bool = False,
+    limits: WorkerLimits = DEFAULT_LIMITS,
     supervisors_own: Sequence[socket.socket] = (),
 ) -> SupervisedProcess:
     """Fork the worker into the best containment there is, where it waits until it is given its descriptors.
@@ -97,8 +99,7 @@ def contain(
     kernel_calls.prctl(kernel_calls.PR_SET_CHILD_SUBREAPER, 1)
     used = []
     own = read_stat(os.getpid())
-    most = containment.COMMAND_PIDS_MAX if lingers else containment.PIDS_MAX
-    group = Group.make(containment.group_name(own.pid, own.started), most) if own else None
+    group = Group.make(containment.group_name(own.pid, own.started), limits) if own else None
     if group is not None:
         used.append(containment.CGROUP)
     namespaces = containment.namespaces_work()
@@ -113,6 +114,8 @@ def contain(
             told_read, told_write = os.pipe2(os.O_CLOEXEC)
     if not used:
         used.append(containment.SUBREAPER)
+    if group is not None and not sandboxed:  # what a sandbox makes up for is said when it was entered
+        used += [limit.words for limit in group.limits]
     first = os.fork()
     if first == 0:
         for own_socket in supervisors_own:
@@ -173,12 +176,12 @@ def _run_contained(
     if sandboxed:
         spec = tenant_sandbox.SandboxSpec.read(json.loads(message))
         try:
-            reached = tenant_sandbox.enter(spec, namespaces=namespaces)
+            reached, kept = tenant_sandbox.enter(spec, namespaces=namespaces)
         except tenant_sandbox.NotEntered as e:
             there.send(_refusal(e.refusal))
             os._exit(1)
         kernel_calls.die_with_parent(1 if namespaces else supervisor)  # a change of rights takes it back
-        there.send(json.dumps(reached).encode())
+        there.send(json.dumps({"reached": reached, "rlimits": kept}).encode())
     there.close()
     serve(fds)
 
@@ -355,6 +358,7 @@ def spare(
     assignments: socket.socket,
     folder: Path,
     serve: Callable[[int, int, int, int, int], NoReturn],
+    limits: WorkerLimits,
     home: Path | None = None,
 ) -> NoReturn:
     """Runs in a fork of the zygote: make a worker, wait until somebody wants it, supervise it. `home` is
@@ -363,7 +367,7 @@ def spare(
     def serve_fds(fds: list[int]) -> NoReturn:
         serve(*fds)
 
-    supervised = contain(serve_fds, sandboxed=home is not None, supervisors_own=[assignments])
+    supervised = contain(serve_fds, sandboxed=home is not None, limits=limits, supervisors_own=[assignments])
     # A zygote that is gone already is noticed below, where the worker is ended.
     with contextlib.suppress(OSError):
         assignments.send(json.dumps({"ready": supervised.containment}).encode())
@@ -392,7 +396,9 @@ def spare(
         send_with_fds(supervised.link, b"begin", fds[1:])
     else:
         try:
-            scratch = _begin_sandboxed(supervised, home, order["sandbox"], supervisor.started, fds[1:])
+            scratch = _begin_sandboxed(
+                supervised, home, order["sandbox"], supervisor.started, fds[1:], limits
+            )
         except tenant_sandbox.NotEntered as e:
             kill_all(supervised)
             control.send(_refusal(e.refusal))
@@ -415,7 +421,12 @@ def spare(
 
 
 def _begin_sandboxed(
-    supervised: SupervisedProcess, home: Path, order: dict[str, Any], started: int, fds: list[int]
+    supervised: SupervisedProcess,
+    home: Path,
+    order: dict[str, Any],
+    started: int,
+    fds: list[int],
+    limits: WorkerLimits,
 ) -> str:
     """Give the worker its sandbox and its descriptors, and return its scratch folder. What the sandbox
     reached becomes part of the containment. Raises `NotEntered` when the tenant must not run here."""
@@ -425,7 +436,16 @@ def _begin_sandboxed(
         scratch = tenant_sandbox.make_scratch(root, os.getpid(), started)
     except OSError as e:
         raise tenant_sandbox.NotEntered(not_prepared(e.strerror or "its folder is somebody else's")) from e
-    terms = {"number": order["number"], "hide": order["hide"], "home": str(home), "scratch": str(scratch)}
+    kept = () if supervised.group is None else supervised.group.limits
+    by_group = {limit.resource for limit in kept}
+    terms = {
+        "number": order["number"],
+        "hide": order["hide"],
+        "home": str(home),
+        "scratch": str(scratch),
+        "shared_memory_bytes": limits.memory_bytes // 2,
+        "rlimits": {r.value: amount for r, amount in limits.wanted().items() if r not in by_group},
+    }
     send_with_fds(supervised.link, json.dumps(terms).encode(), fds)
     supervised.link.settimeout(ENTER_SECONDS)
     try:
@@ -436,7 +456,8 @@ def _begin_sandboxed(
         kill_all(supervised)
         raise OSError("the worker could not enter its sandbox")
     answer = json.loads(reached)
-    if isinstance(answer, dict):
+    if "refused" in answer:
         raise tenant_sandbox.NotEntered(IsolationRefusal(reason=answer["refused"], remedy=answer["remedy"]))
-    supervised.containment = tenant_sandbox.in_words(supervised.containment, answer)
+    kept += tuple(tenant_sandbox.rlimits_of(answer["rlimits"]))
+    supervised.containment = ", ".join([supervised.containment, *answer["reached"], *in_words(limits, kept)])
     return str(scratch)

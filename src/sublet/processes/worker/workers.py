@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from sublet.core.errors import Misconfigured
+from sublet.core.studio.worker_limits import DEFAULT_LIMITS, WorkerLimits
 from sublet.machine.private_files import make_private_folder
 from sublet.processes.channel.channel import reachable, send_with_fds
 from sublet.processes.daemonize import last_line, spawn_detached
@@ -50,11 +51,13 @@ class LocalWorkers:
         *,
         idle_exit: float | None = None,
         sandbox: TenantSandbox | None = None,
+        limits: WorkerLimits = DEFAULT_LIMITS,
     ) -> None:
         """With a `sandbox` the workers are a tenant's: they see nothing of this process, and are called
         sealed only."""
         self._home = home
         self._sandbox = sandbox
+        self._limits = [str(limits.processes), str(limits.memory_bytes), str(limits.cpu_weight)]
         self._folder = home / "run"
         self._log = home / "zygote.log"
         self._host = host
@@ -72,6 +75,7 @@ class LocalWorkers:
             str(os.getuid()),
             "" if self._sandbox is None else "sandbox",
             _files_seen(),
+            *self._limits,
             *(os.environ.get(name, "") for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")),
         ]
         installed = Path(sysconfig.get_path("purelib"))
@@ -153,6 +157,7 @@ class LocalWorkers:
         make_private_folder(self._folder)
         command = [sys.executable, "-m", "sublet.processes.worker.zygote", "--folder", str(self._folder)]
         command += ["--name", self._name, "--preload", self._preload]
+        command += ["--limits", *self._limits]
         if self._idle_exit is not None:
             command += ["--idle-exit", str(self._idle_exit)]
         if self._sandbox is not None:

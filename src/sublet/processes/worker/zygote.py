@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sublet.core.studio.worker_limits import WorkerLimits
 from sublet.machine.private_files import make_private_folder
 from sublet.machine.process_log import ProcessLog
 from sublet.processes.channel.channel import pair, reachable, receive_with_fds, send_with_fds
@@ -45,14 +46,23 @@ SPARE_PATIENCE_SECONDS = 30.0
 #: The descriptors a request brings: control, calls, standard output and error, the page, the screen.
 FDS = 6
 _CREDENTIALS = struct.Struct("iII")
+#: The order of the limits on its command line.
+LIMITS = ("processes", "memory_bytes", "cpu_weight")
 
 
 class Zygote:
     def __init__(
-        self, folder: Path, name: str, idle_exit: float, lock: int, home: Path | None = None
+        self,
+        folder: Path,
+        name: str,
+        idle_exit: float,
+        lock: int,
+        limits: WorkerLimits,
+        home: Path | None = None,
     ) -> None:
         """`home` is SUBLET_HOME, if the workers are tenants' and must not see it."""
         self._folder, self._name, self._home = folder, name, home
+        self._limits = limits
         self._sweeper = 0
         self._to_sweep = home is not None
         self._lock = lock
@@ -128,7 +138,7 @@ class Zygote:
                 for fd in (self._wake_read, self._wake_write, self._lock, *self._in_hand):
                     os.close(fd)
                 os.setsid()
-                spare(there, self._folder, serve, self._home)
+                spare(there, self._folder, serve, self._limits, self._home)
             except BaseException as e:
                 ProcessLog("supervisor")(f"{type(e).__name__}: {e}")
             finally:
@@ -209,6 +219,7 @@ def main() -> int:
     parser.add_argument("--name", required=True)
     parser.add_argument("--preload", default="")
     parser.add_argument("--hidden-home", type=Path, help="SUBLET_HOME, for workers of tenants")
+    parser.add_argument("--limits", default=(), nargs=3, type=int, metavar="NUMBER", help="as in LIMITS")
     parser.add_argument("--idle-exit", type=float, default=IDLE_EXIT_SECONDS)
     wanted = parser.parse_args()
     # Whoever started this may have blocked signals, as Ray's processes do; a worker must receive them.
@@ -223,7 +234,8 @@ def main() -> int:
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     if not containment.namespaces_work() and wanted.hidden_home is not None and os.getuid() == 0:
         os.chmod(wanted.hidden_home, 0o700)  # nothing else keeps a tenant's user out of it
-    zygote = Zygote(wanted.folder, wanted.name, wanted.idle_exit, lock, wanted.hidden_home)
+    limits = WorkerLimits(**dict(zip(LIMITS, wanted.limits, strict=False)))
+    zygote = Zygote(wanted.folder, wanted.name, wanted.idle_exit, lock, limits, wanted.hidden_home)
     zygote.begin()
     for module in filter(None, wanted.preload.split(",")):
         try:

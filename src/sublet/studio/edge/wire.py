@@ -64,6 +64,7 @@ STATUS: dict[type[SubletError], int] = {
     errors.TooLarge: 413,
     WrongType: 415,
     errors.Misconfigured: 503,
+    errors.NotIsolated: 409,
     errors.Refused: 503,
     errors.NeverFits: 422,
     errors.QuotaReached: 409,
@@ -92,6 +93,8 @@ HIDDEN: dict[type[SubletError], tuple[str, str]] = {
         "tell whoever runs the service: its log has the request's id",
     ),
 }
+
+ASK_FOR_ONE = "ask whoever runs the studio for one of your own; its log says what this one lacks"
 
 #: Refusals of the protocol itself: code, what happened, what to do.
 PLAIN: dict[int, tuple[str, str, str]] = {
@@ -149,6 +152,8 @@ def shown(text: str, most: int = 1000) -> str:
 def told(error: SubletError) -> tuple[str, str, str]:
     """Code, message and remedy as a client may see them."""
     hidden = next((HIDDEN[cls] for cls in type(error).__mro__ if cls in HIDDEN), None)
+    if isinstance(error, errors.NotIsolated):  # its reason names no path; its remedy, an operator's, may
+        hidden = (error.message, ASK_FOR_ONE)
     message, remedy = hidden or (error.message, error.remedy)
     return error.code, shown(message), shown(remedy)
 

@@ -24,7 +24,20 @@ from sublet.settings import Settings
 from sublet.wiring import CLOCK, resolved_environment
 
 START_SECONDS = 20.0
-_SETTINGS = ("home", "ledger", "store", "devices", "host", "preload", "price", "placement")
+_SETTINGS = (
+    "home",
+    "ledger",
+    "store",
+    "devices",
+    "host",
+    "preload",
+    "price",
+    "placement",
+    "isolation",
+    "worker_memory",
+    "worker_processes",
+    "worker_cpu_weight",
+)
 
 
 def _name(settings: Settings) -> str:

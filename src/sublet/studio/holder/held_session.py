@@ -43,6 +43,7 @@ from sublet.ports.worker import Worker
 from sublet.processes.channel.sealed_caller import SilentSink
 from sublet.settings import Settings
 from sublet.store.checkpoints import CheckpointStore
+from sublet.studio.holder.admission import admitted
 from sublet.studio.holder.call_record import CHUNK_BYTES, Bytes, CallRecord
 from sublet.studio.routes.state import load_state, save_state
 from sublet.wiring import checkpoints, placement
@@ -238,7 +239,8 @@ class HeldSession:
     def _placed_on(self, host: str, session: StudioSession) -> Worker:
         placed = placement(self._settings)
         assert placed is not None
-        self._worker = placed.start(host, session.tenant)
+        worker = placed.start(host, session.tenant)
+        self._worker = admitted(self._settings, self._ledger, worker, session.tenant)
         return self._worker
 
     def _warn(self, lease: Lease) -> None:

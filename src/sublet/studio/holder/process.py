@@ -31,6 +31,7 @@ from sublet.processes.loop_watch import LoopBeats, LoopWatch
 from sublet.processes.sandbox.tenant_numbers import TenantNumbers
 from sublet.settings import Settings, load_settings
 from sublet.studio.holder import finding
+from sublet.studio.holder.admission import admitted
 from sublet.studio.holder.held_session import HeldSession
 from sublet.studio.holder.serving import SessionHostServer
 from sublet.wiring import CLOCK, open_ledger, tenant_workers
@@ -135,7 +136,8 @@ class SessionHost:
         held.open(session, number)
 
     def _start(self, session: StudioSession) -> Worker:
-        return tenant_workers(self._settings, self._numbers.of(session.tenant)).start()
+        worker = tenant_workers(self._settings, self._numbers.of(session.tenant)).start()
+        return admitted(self._settings, self._ledger, worker, session.tenant)
 
     def held_session(self, session_id: str, tenant: str) -> HeldSession:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.requests import Request
 
+from sublet.json_shapes import isolation_json
 from sublet.studio.edge.auth import Access, terms
 from sublet.studio.edge.wire import Json
 from sublet.studio.readiness import OK
@@ -25,4 +26,10 @@ def add_health(router: APIRouter, service: Service) -> None:
     async def readyz(request: Request) -> Json:
         checks = await service.readiness.checks()
         fine = all(found == OK for found in checks.values())
-        return Json({"status": "ready" if fine else "not ready", "checks": checks}, 200 if fine else 503)
+        isolation = service.isolation
+        body = {
+            "status": "ready" if fine else "not ready",
+            "checks": checks,
+            "isolation": {**isolation_json(isolation), "summary": isolation.summary},
+        }
+        return Json(body, 200 if fine else 503)

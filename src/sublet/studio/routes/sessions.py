@@ -20,9 +20,10 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 
 from sublet.core.errors import BadInput, NotFound
-from sublet.core.studio.session import ID_BYTES, SessionStatus
+from sublet.core.studio.isolation import refusal
+from sublet.core.studio.session import ID_BYTES, SessionStatus, StudioSession
 from sublet.core.studio.token import Credential
-from sublet.json_shapes import Shape, seen_version, session_json
+from sublet.json_shapes import Shape, isolation_json, seen_version, session_json
 from sublet.ports.ledger import SessionAnswer
 from sublet.studio.edge.auth import Access, BodyLimit, credential, is_operator, terms
 from sublet.studio.edge.wire import Json
@@ -82,7 +83,14 @@ class SessionReads:
         if answer.status in (SessionStatus.WAITING, SessionStatus.OFFERED) and answer.wait is None:
             answer = await self.look(answer.session.id, who, explain=True)
         usage = await self._pricing.usage_of(answer)
-        return session_json(answer, usage, await self._pricing.offer_of(answer))
+        return session_json(
+            answer, usage, await self._pricing.offer_of(answer), self.isolation_of(answer.session)
+        )
+
+    def isolation_of(self, session: StudioSession) -> Shape | None:
+        """What keeps it apart from other tenants' sessions; None for a session of another host."""
+        here = session.host == self._service.host
+        return isolation_json(self._service.isolation) if here else None
 
 
 class SessionRoutes:
@@ -115,6 +123,7 @@ class SessionRoutes:
         if SESSION_ID.fullmatch(session_id) is None:
             raise BadInput(f"id is S and {2 * ID_BYTES} hexadecimal digits; leave it out, and one is made")
         wish = body.request(who.tenant, session_id, self._service.host)
+        isolation = self._service.isolation
         with self._service.tracing.span("session.open", {"sublet.session_id": session_id}):
             await self._service.work(self._service.relay.ensure)
             answer = await self._service.work(
@@ -126,6 +135,7 @@ class SessionRoutes:
                     name=body.name,
                     checkpoint=body.checkpoint,
                     host=self._service.host,
+                    alone=None if isolation.admits_others else refusal(isolation.missing),
                 )
             )
         return Json(await self._sessions.shown(answer, who), 201, {"Location": f"/v1/sessions/{session_id}"})
@@ -151,7 +161,13 @@ class SessionRoutes:
         return Json(
             {
                 "sessions": [
-                    session_json(a, usage.get(a.session.id), self._pricing.offer_now(a)) for a in found
+                    session_json(
+                        a,
+                        usage.get(a.session.id),
+                        self._pricing.offer_now(a),
+                        self._sessions.isolation_of(a.session),
+                    )
+                    for a in found
                 ]
             }
         )

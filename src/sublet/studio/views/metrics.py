@@ -25,6 +25,7 @@ from pathlib import Path
 from sublet.core.journal.counters import TEARDOWN_BOUNDS_US, WAIT_BOUNDS_US, Histogram, StepsCommitted, Totals
 from sublet.core.leasing.lease import HOLDING, REVOCABLE_FOR, EndReason, LeaseState, Tier
 from sublet.core.scheduling.device import Device, DeviceState
+from sublet.core.studio.isolation import NEEDED, NOT_CHECKED, HostIsolation
 from sublet.core.studio.session import SessionStatus, status
 from sublet.core.values import SECOND_US
 from sublet.devices.utilisation import Load, loads
@@ -114,6 +115,11 @@ TABLE: tuple[MetricSeries, ...] = (
         "sublet_loop_silent_seconds",
         "gauge",
         "How long ago each of their loops turned; it grows if one hangs.",
+    ),
+    MetricSeries(
+        "sublet_isolation_in_force",
+        "gauge",
+        "Whether this host has each boundary that two tenants need between them (1 or 0).",
     ),
     MetricSeries("process_resident_memory_bytes", "gauge", "Memory of this process."),
     MetricSeries("process_cpu_seconds_total", "counter", "CPU time of this process."),
@@ -206,7 +212,9 @@ class Meters:
         self,
         utilisation: Callable[[], Mapping[str, Load]] = loads,
         loops: Callable[[], Mapping[str, ProcessHealth | None]] = dict,
+        isolation: Callable[[], HostIsolation] = lambda: NOT_CHECKED,
     ) -> None:
+        self._isolation = isolation
         self._loops = loops
         self.own = OwnMeter()
         self._ledger = LedgerMeter()
@@ -225,6 +233,7 @@ class Meters:
         page.tell("sublet_scrape_seconds", millionths(round((time.monotonic() - began) * SECOND_US)))
         self.own.tell(page)
         _tell_loops(page, self._loops())
+        _tell_isolation(page, self._isolation())
         _tell_process(page)
         return page.text()
 
@@ -344,6 +353,13 @@ def _tell_loops(page: MetricsPage, processes: Mapping[str, ProcessHealth | None]
         for loop, silent_us in health.silent_us.items():
             labels = {"process": process, "loop": loop}
             page.tell("sublet_loop_silent_seconds", millionths(silent_us), labels)
+
+
+def _tell_isolation(page: MetricsPage, isolation: HostIsolation) -> None:
+    lacking = {boundary.name for boundary in isolation.missing}
+    for boundary in NEEDED if not isolation.elsewhere else ():
+        held = int(boundary.name not in lacking)
+        page.tell("sublet_isolation_in_force", held, {"boundary": boundary.name})
 
 
 def _tell_process(page: MetricsPage) -> None:

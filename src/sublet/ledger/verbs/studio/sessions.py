@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from sublet.core.errors import BadInput, NotFound, Stale, SubletError
+from sublet.core.errors import BadInput, NotFound, NotIsolated, Stale, SubletError
 from sublet.core.journal.counters import work_of
 from sublet.core.studio import session as rules
 from sublet.core.studio.session import StudioSession
@@ -77,7 +77,12 @@ def of_host(tx: Tx, host: str) -> list[SessionAnswer]:
 # --- opening ------------------------------------------------------------------------------------------------
 
 
-def open_session(tx: Tx, asked: StudioSession) -> SessionAnswer | SubletError:
+def others_have(tx: Tx, tenant: str) -> bool:
+    """Also ended ones: what they left can be reached where tenants are not kept apart."""
+    return tx.row("SELECT 1 FROM studio_session WHERE tenant <> ? LIMIT 1", tenant) is not None
+
+
+def open_session(tx: Tx, asked: StudioSession, alone: NotIsolated | None) -> SessionAnswer | SubletError:
     _ = tx.pool
     row = tx.row(f"{SELECT_SESSION} WHERE s.id = ?", asked.id)
     if row is not None:
@@ -91,7 +96,8 @@ def open_session(tx: Tx, asked: StudioSession) -> SessionAnswer | SubletError:
     if tenant is None:
         return unknown_tenant(asked.tenant)
     count = tx.row("SELECT count(*) FROM studio_session WHERE tenant = ? AND ended_at = 0", asked.tenant)
-    refusal = rules.over_sessions(tenant, int(count[0]) if count else 0)
+    refusal: SubletError | None = alone if alone is not None and others_have(tx, asked.tenant) else None
+    refusal = refusal or rules.over_sessions(tenant, int(count[0]) if count else 0)
     if refusal is not None:
         body: dict[str, object] = {"code": refusal.code, "reason": refusal.message}
         write_main(tx, "session.refused", asked.tenant, asked.id, body)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sublet.core.billing.price import Price, check_class, check_micro, check_tier
-from sublet.core.errors import BadInput, SubletError
+from sublet.core.errors import BadInput, NotIsolated, SubletError
 from sublet.core.leasing.lease import Request
 from sublet.core.studio.session import check_detail, opened
 from sublet.core.studio.token import Scope, Token, check_digest, check_id, check_note
@@ -79,6 +79,7 @@ class StudioVerbs(Verbs):
         host: str,
         name: str = "",
         checkpoint: str = "",
+        alone: NotIsolated | None = None,
     ) -> SessionAnswer:
         asked = opened(
             session_id,
@@ -89,7 +90,10 @@ class StudioVerbs(Verbs):
             checkpoint=checkpoint,
             host=host,
         )
-        return self._write(lambda tx: sessions.open_session(tx, asked), durable=True)
+        return self._write(lambda tx: sessions.open_session(tx, asked, alone), durable=True)
+
+    def others_have_sessions(self, tenant: str) -> bool:
+        return self.engine.read(lambda tx: sessions.others_have(tx, tenant))
 
     def look_session(self, session_id: str, tenant: str, *, explain: bool = False) -> SessionAnswer:
         if not explain:
