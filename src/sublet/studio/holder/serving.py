@@ -106,8 +106,11 @@ class SessionHostServer:
 
 
 def _send(sock: socket.socket, pieces: Iterable[Bytes]) -> None:
+    """In small pieces, because the socket's timeout is for each of them: who still reads is not gone."""
     for piece in pieces:
-        sock.sendall(piece)
+        view = memoryview(piece)
+        for at in range(0, view.nbytes, CHUNK_BYTES):
+            sock.sendall(view[at : at + CHUNK_BYTES])
 
 
 class HostOperation:
@@ -176,11 +179,11 @@ class HostOperation:
 
     def _follow(self, record: CallRecord, at: int) -> None:
         """Sends the call's output until the call is over or nobody reads."""
-        gap = record.gap(at)
-        if gap:
-            _send(self._sock, [frames.head_frame(frames.GAP, {"to": gap})])
-            at = gap
         while not record.ended_at(at):
+            gap = record.gap(at)  # also of a reader that was overtaken by a faster one
+            if gap:
+                _send(self._sock, [frames.head_frame(frames.GAP, {"to": gap})])
+                at = gap
             pieces, reached = record.read(at, BEAT_SECONDS)
             if not pieces:
                 _send(self._sock, [frames.frame(frames.BEAT)])
