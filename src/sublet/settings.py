@@ -78,6 +78,12 @@ SPECS = (
         "what this machine fails with, such as us-east1: replicas of that @domain are read first; empty: "
         "measured",
     ),
+    Spec(
+        "disk_reserve",
+        "SUBLET_DISK_RESERVE",
+        "what tenants of a studio leave free on the ledger's disk, such as 10GiB; auto: 1GiB, or a twentieth "
+        "of a small disk",
+    ),
 )
 
 
@@ -142,6 +148,7 @@ def _defaults(home: str) -> dict[str, str]:
         "price": "",
         "host": _tidied(socket.gethostname(), "localhost"),
         "domain": "",
+        "disk_reserve": "auto",
     }
 
 

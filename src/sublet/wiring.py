@@ -26,9 +26,11 @@ from sublet.core.errors import BadInput, Misconfigured, SubletError
 from sublet.core.values import parse_duration
 from sublet.devices.opening import installed_drivers
 from sublet.devices.probe import find_devices
+from sublet.machine.disk_space import DiskReserve
 from sublet.machine.plugins import installed
 from sublet.machine.private_files import make_private_folder, tighten_home
 from sublet.machine.run_folder import RunFolder
+from sublet.machine.spill import SpillRoom
 from sublet.ports.broker import Broker, OpenBroker
 from sublet.ports.device import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 CLOCK = HostClock()
 #: For all sources of notices together to say whether they are here.
 HERE_SECONDS = 1.0
+#: Of answers and questions of one tenant's worker that wait on disk.
+ANSWERS_MOST_BYTES = 6 << 30
 
 _lock = threading.Lock()
 _ledgers: dict[str, Ledger] = {}
@@ -137,7 +141,17 @@ def workers(settings: Settings, sandbox: TenantSandbox | None = None) -> Workers
         modules += ",sublet.notebook.cells.inside_cell"
     if preload != "none":
         modules += f",{_installed(preload)}"
-    return LocalWorkers(settings.home, settings["host"], modules, sandbox=sandbox)
+    room = spill_room(settings, ANSWERS_MOST_BYTES) if sandbox is not None else None
+    return LocalWorkers(settings.home, settings["host"], modules, sandbox=sandbox, room=room)
+
+
+def disk_reserve(settings: Settings) -> DiskReserve:
+    return DiskReserve(settings["disk_reserve"])
+
+
+def spill_room(settings: Settings, most_bytes: int) -> SpillRoom:
+    """Where bytes of one session wait that are too many for memory."""
+    return SpillRoom(settings.home / "run" / "spill", most_bytes, disk_reserve(settings))
 
 
 def places(settings: Settings) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from sublet.core.errors import Misconfigured
 from sublet.machine.private_files import make_private_folder
+from sublet.machine.spill import SpillRoom
 from sublet.processes.channel.channel import reachable, send_with_fds
 from sublet.processes.daemonize import last_line, spawn_detached
 from sublet.processes.sandbox.tenant_sandbox import TenantSandbox, zygote_environment
@@ -50,9 +51,11 @@ class LocalWorkers:
         *,
         idle_exit: float | None = None,
         sandbox: TenantSandbox | None = None,
+        room: SpillRoom | None = None,
     ) -> None:
         """With a `sandbox` the workers are a tenant's: they see nothing of this process, and are called
-        sealed only."""
+        sealed only. Their large answers wait in `room`."""
+        self._room = room
         self._home = home
         self._sandbox = sandbox
         self._folder = home / "run"
@@ -87,9 +90,9 @@ class LocalWorkers:
 
     def start(self) -> LocalWorker:
         try:
-            return LocalWorker(self._ask, self._host, self._sandbox)
+            return LocalWorker(self._ask, self._host, self._sandbox, self._room)
         except NotServed:  # by a zygote that was just leaving, perhaps: the next one will
-            return LocalWorker(self._ask, self._host, self._sandbox)
+            return LocalWorker(self._ask, self._host, self._sandbox, self._room)
 
     def warm(self) -> None:
         """Start the zygote if there is none, and wait silently until it serves."""

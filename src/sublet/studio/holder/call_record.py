@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sublet.core.studio import frames
@@ -41,7 +42,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(slots=True)
-class _Block:
+class _RecordBlock:
     """Whole frames that follow each other: one large one, or as many small ones of text as fit."""
 
     begin: int
@@ -60,13 +61,16 @@ class CallRecord:
         self.call = call
         #: True once somebody interrupted the call, whether it has begun or not.
         self.interrupted = False
-        self._kept: deque[_Block] = deque()
+        self._kept: deque[_RecordBlock] = deque()
         self._kept_bytes = 0
         self._text_bytes = 0
         self._end = 0
         self._read_to = 0
         self._over = False
         self._over_at = 0.0
+        self._listeners = 0
+        #: Since when nobody listens; None while somebody does.
+        self.alone_since: float | None = time.monotonic()
         self._given_up = False
         self._changed = threading.Condition()
         self._credit = float(BURST_BYTES)
@@ -126,7 +130,7 @@ class CallRecord:
         self._append((header, data), len(header) + size, is_text=False)
 
     def _append(self, parts: tuple[Bytes, ...], size: int, *, is_text: bool, is_open: bool = False) -> None:
-        made = _Block(self._end, self._end + size, parts, is_text, is_open)
+        made = _RecordBlock(self._end, self._end + size, parts, is_text, is_open)
         self._kept.append(made)
         self._end = made.end
         self._kept_bytes += made.cost
@@ -154,6 +158,19 @@ class CallRecord:
             time.sleep(min(1.0, -self._credit / BYTES_PER_SECOND))
 
     # whoever reads
+
+    @contextmanager
+    def listened_to(self) -> Iterator[None]:
+        with self._changed:
+            self._listeners += 1
+            self.alone_since = None
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._listeners -= 1
+                if not self._listeners:
+                    self.alone_since = time.monotonic()
 
     def gap(self, after: int) -> int:
         """The byte to continue at if what came after this one was dropped, else 0."""
@@ -192,7 +209,7 @@ class CallRecord:
             return self._over and self._read_to >= self._end and now - self._over_at > ANSWER_SECONDS
 
 
-def _from(kept: _Block, at: int) -> list[Bytes]:
+def _from(kept: _RecordBlock, at: int) -> list[Bytes]:
     """The block's bytes from this one on, because a reader may have been cut off in the middle of it. What
     more may be added to is copied."""
     skip = max(0, at - kept.begin)

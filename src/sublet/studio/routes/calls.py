@@ -22,7 +22,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sublet.core.errors import BadInput, Elsewhere, LeaseLost, NotFound, TokenExpired, TokenRevoked
+from sublet.core.errors import BadInput, Elsewhere, LeaseLost, NotFound, TokenExpired, TokenRevoked, TooLarge
 from sublet.core.studio import frames
 from sublet.core.studio.session import SessionStatus
 from sublet.core.studio.token import Credential
@@ -47,6 +47,8 @@ LINES_TYPE = "application/x-ndjson"
 STATE_TYPE = "application/octet-stream"
 #: Above this size a body without a head is kept on disk until its parts are counted.
 SPOOL_BYTES = 8 << 20
+#: Of what an exception says of itself.
+ERROR_MOST_BYTES = 16 << 20
 #: After this long without output a call is answered with the beginning of a stream.
 FIRST_SECONDS = 1.0
 #: How soon a silent call lets the service leave.
@@ -457,13 +459,14 @@ async def _rest(operation: RelayedOperation, first: bytes, size: int) -> AsyncIt
 
 
 async def _as_lines(pieces: AsyncIterator[bytes], call: str, request_id: str) -> AsyncIterator[bytes]:
-    """Turns frames into lines of JSON, for people and pages."""
-    reader = frames.FrameReader(frames.ANSWER_KINDS)
+    """Turns frames into lines of JSON, for people and pages. It ends with the last line: parts of an answer
+    that nobody is shown are not read."""
+    reader = frames.FrameReader(frames.ANSWER_KINDS, part_most=ERROR_MOST_BYTES)
     done: dict[str, Any] | None = None
     over = False
     async for data in pieces:
         lines: list[bytes] = []
-        for kind, payload in reader.feed(data):
+        for kind, payload in _fed(reader, data):
             if kind in (frames.OUT, frames.ERR):
                 stream = "stdout" if kind == frames.OUT else "stderr"
                 lines.append(
@@ -493,14 +496,23 @@ async def _as_lines(pieces: AsyncIterator[bytes], call: str, request_id: str) ->
                 lines.append(b'{"kind":"beat"}')
         if lines:
             yield b"\n".join(lines) + b"\n"
-    if not over:
-        lost = {
-            "code": "disconnected",
-            "message": "the stream was cut; the call goes on",
-            "remedy": f"follow it with POST …/calls?call={call}",
-            "id": request_id,
-        }
-        yield dumped({"kind": "failed", "error": lost}) + b"\n"
+        if over:
+            return
+    lost = {
+        "code": "disconnected",
+        "message": "the stream was cut; the call goes on",
+        "remedy": f"follow it with POST …/calls?call={call}",
+        "id": request_id,
+    }
+    yield dumped({"kind": "failed", "error": lost}) + b"\n"
+
+
+def _fed(reader: frames.FrameReader, data: bytes) -> list[tuple[int, bytes]]:
+    """A frame that is larger than its kind may be shown as is the call's end."""
+    try:
+        return reader.feed(data)
+    except TooLarge as e:
+        return [(frames.FAIL, frames.packed_head({"code": e.code, "message": e.message, "remedy": e.remedy}))]
 
 
 def _display_line(payload: bytes) -> bytes:
