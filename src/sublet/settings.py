@@ -84,6 +84,11 @@ SPECS = (
         "what tenants of a studio leave free on the ledger's disk, such as 10GiB; auto: 1GiB, or a twentieth "
         "of a small disk",
     ),
+    Spec(
+        "scratch_limit",
+        "SUBLET_SCRATCH_LIMIT",
+        "how much the files of one studio session may take on its host, such as 50GiB; 'none' for no limit",
+    ),
 )
 
 
@@ -149,6 +154,7 @@ def _defaults(home: str) -> dict[str, str]:
         "host": _tidied(socket.gethostname(), "localhost"),
         "domain": "",
         "disk_reserve": "auto",
+        "scratch_limit": "20GiB",
     }
 
 

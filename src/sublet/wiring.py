@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.core.errors import BadInput, Misconfigured, SubletError
+from sublet.core.studio.scratch_quota import scratch_limit
 from sublet.core.values import parse_duration
 from sublet.devices.opening import installed_drivers
 from sublet.devices.probe import find_devices
@@ -149,6 +150,12 @@ def disk_reserve(settings: Settings) -> DiskReserve:
     return DiskReserve(settings["disk_reserve"])
 
 
+def short_of_disk(settings: Settings, more_bytes: int = 0) -> str:
+    """Why tenants may not write so much more on this host, or ''. Its disks are those of the home, the ledger
+    and the checkpoints, where they are here."""
+    return disk_reserve(settings).short_of([settings.home, *map(Path, _beside_home(settings))], more_bytes)
+
+
 def spill_room(settings: Settings, most_bytes: int) -> SpillRoom:
     """Where bytes of one session wait that are too many for memory."""
     return SpillRoom(settings.home / "run" / "spill", most_bytes, disk_reserve(settings))
@@ -176,19 +183,30 @@ def placement(settings: Settings) -> Placement | None:
     return found
 
 
-def tenant_workers(settings: Settings, number: int) -> Workers:
-    """Where the workers of a studio's tenant come from: with nothing of ours around them."""
-    from sublet.processes.sandbox.tenant_sandbox import TenantSandbox
-
-    hidden = [
+def _beside_home(settings: Settings) -> list[str]:
+    """Folders of this host's checkpoints and ledger."""
+    found = [
         url.partition(":")[2].partition("@")[0]
         for url in settings["store"].split(",")
         if url.strip().startswith("dir:")
     ]
     if settings["ledger"].startswith("sqlite:"):
-        hidden.append(str(Path(settings["ledger"].partition(":")[2]).parent))
-    beside = sorted({str(Path(place).absolute()) for place in hidden if place})
-    return workers(settings, TenantSandbox(number=number, hide=tuple(beside)))
+        found.append(str(Path(settings["ledger"].partition(":")[2]).parent))
+    return sorted({str(Path(place).absolute()) for place in found if place})
+
+
+def tenant_workers(settings: Settings, number: int) -> Workers:
+    """Where the workers of a studio's tenant come from: with nothing of ours around them."""
+    from sublet.processes.sandbox.tenant_sandbox import TenantSandbox
+
+    return workers(
+        settings,
+        TenantSandbox(
+            number=number,
+            hide=tuple(_beside_home(settings)),
+            file_bytes=scratch_limit(settings["scratch_limit"]),
+        ),
+    )
 
 
 def _installed(modules: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,10 @@ class DiskReserve:
     """What the operator wants kept free."""
 
     said: str = AUTO
+
+    def short_of(self, folders: Iterable[Path], more_bytes: int = 0) -> str:
+        """Why so much more must not be written to one of these folders' disks, or ''."""
+        return next((why for folder in folders if (why := self.refusal(folder, more_bytes))), "")
 
     def refusal(self, folder: Path, more_bytes: int = 0) -> str:
         """Why so much more must not be written to this folder's disk, or ''."""

@@ -64,10 +64,12 @@ _PATHS_MOST_BYTES = 2500
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSandbox:
     """The tenant a worker is made for. `number` is the tenant's and never changes. `hide` lists folders
-    outside SUBLET_HOME that its code must not see, such as a ledger's."""
+    outside SUBLET_HOME that its code must not see, such as a ledger's. `file_bytes` is the most that one file
+    of it may have; 0 for no limit."""
 
     number: int
     hide: tuple[str, ...] = ()
+    file_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < NUMBER_MOST:
@@ -163,6 +165,7 @@ class SandboxSpec:
     home: str
     hide: tuple[str, ...]
     scratch: str
+    file_bytes: int = 0
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> SandboxSpec:
@@ -171,6 +174,7 @@ class SandboxSpec:
             home=str(fields["home"]),
             hide=tuple(map(str, fields["hide"])),
             scratch=str(fields["scratch"]),
+            file_bytes=int(fields["file_bytes"]),
         )
 
 
@@ -214,6 +218,8 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> list[str]:
     most_files = min(most_files, OPEN_FILES_MOST) if most_files != resource.RLIM_INFINITY else OPEN_FILES_MOST
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    if spec.file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (spec.file_bytes, spec.file_bytes))
     uid = own_uid(spec.number) if os.getuid() == 0 else None
     if uid is not None:
         _give_scratch(spec, uid)

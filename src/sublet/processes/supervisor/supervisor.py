@@ -425,7 +425,7 @@ def _begin_sandboxed(
         scratch = tenant_sandbox.make_scratch(root, os.getpid(), started)
     except OSError as e:
         raise tenant_sandbox.NotEntered(not_prepared(e.strerror or "its folder is somebody else's")) from e
-    terms = {"number": order["number"], "hide": order["hide"], "home": str(home), "scratch": str(scratch)}
+    terms = {**order, "home": str(home), "scratch": str(scratch)}
     send_with_fds(supervised.link, json.dumps(terms).encode(), fds)
     supervised.link.settimeout(ENTER_SECONDS)
     try:

@@ -109,7 +109,8 @@ class LocalWorkers:
         if self._sandbox is None:
             return b"worker"
         hide = [os.path.abspath(path) for path in self._sandbox.hide]
-        return json.dumps({"number": self._sandbox.number, "hide": hide}).encode()
+        said = {"number": self._sandbox.number, "hide": hide, "file_bytes": self._sandbox.file_bytes}
+        return json.dumps(said).encode()
 
     def _connect(self, *, explain: bool = True) -> socket.socket:
         began = time.monotonic()

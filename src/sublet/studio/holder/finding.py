@@ -24,7 +24,18 @@ from sublet.settings import Settings
 from sublet.wiring import CLOCK, resolved_environment
 
 START_SECONDS = 20.0
-_SETTINGS = ("home", "ledger", "store", "devices", "host", "preload", "price", "placement")
+_SETTINGS = (
+    "home",
+    "ledger",
+    "store",
+    "devices",
+    "host",
+    "preload",
+    "price",
+    "placement",
+    "disk_reserve",
+    "scratch_limit",
+)
 
 
 def _name(settings: Settings) -> str:

@@ -32,7 +32,7 @@ from sublet.core.errors import (
     TooMany,
     WaitTimedOut,
 )
-from sublet.core.leasing.lease import LeaseState
+from sublet.core.leasing.lease import EndReason, LeaseState
 from sublet.core.studio import frames
 from sublet.core.studio.session import OfferAnswer, StudioSession
 from sublet.core.studio.session_reconcile import HostedSession
@@ -41,20 +41,21 @@ from sublet.leases.lease import WATCHDOG_US, Lease
 from sublet.leases.request import GpuRequest
 from sublet.leases.sessions import opening_of
 from sublet.ports.ledger import Answer, Ledger
-from sublet.ports.worker import Worker
+from sublet.ports.worker import HasScratch, Worker
 from sublet.processes.channel.sealed_caller import SilentSink
 from sublet.settings import Settings
 from sublet.store.checkpoints import CheckpointStore
 from sublet.studio.holder.call_queue import CallQueue
 from sublet.studio.holder.call_record import CHUNK_BYTES, Bytes, CallRecord
 from sublet.studio.routes.state import load_state, save_state
-from sublet.wiring import checkpoints, placement, spill_room
+from sublet.wiring import checkpoints, placement, short_of_disk, spill_room
 
 #: How often to check whether a question still needs an answer.
 LOOK_SECONDS = 0.25
 #: Ids of calls that were run, so that none is run again.
 REMEMBERED_CALLS = 1000
 OPEN_LOOK_SECONDS = 0.1
+FREE_THE_DISK = "try again later, and tell the operator that the disk of this host is nearly full"
 #: Of what waits on disk for one session.
 WAITING_MOST_BYTES = 4 << 30
 #: Of one call.
@@ -85,6 +86,7 @@ class HeldSession:
         self._lease: Lease | None = None
         self._worker: Worker | None = None
         self._given_up: Lease | None = None
+        self._stopped: Worker | None = None
         self._opening = False
         self._opened = threading.Event()
         self._number = 0
@@ -141,6 +143,32 @@ class HeldSession:
         threading.Thread(
             target=self._open, args=(session, number), name=f"opens-{session.id}", daemon=True
         ).start()
+
+    @property
+    def scratch(self) -> tuple[str, int] | None:
+        """The folder of its worker's files, and the worker's supervisor."""
+        worker = self._worker
+        if not isinstance(worker, HasScratch) or not worker.scratch:
+            return None
+        return worker.scratch, worker.holder.pid
+
+    def stop(self, why: str) -> None:
+        """Ends its worker and its lease, and says why in both. It can be resumed, with a new worker."""
+        lease, worker = self._lease, self._worker
+        if worker is None or worker is self._stopped:
+            return
+        self._stopped = worker
+        self._log(f"session {self.session.id} is stopped: {why}")
+
+        def end() -> None:
+            with contextlib.suppress(SubletError):  # a ledger that cannot be written to must not keep it
+                if lease is not None:
+                    self._ledger.revoke(
+                        lease.id, reason=EndReason.REVOKED, detail=why, grace_us=0, actor="session host"
+                    )
+            worker.end(why)
+
+        threading.Thread(target=end, name="stops", daemon=True).start()
 
     def answer(self, said: OfferAnswer) -> None:
         """Answers the current offer, and any other that comes while this lease waits."""
@@ -202,6 +230,9 @@ class HeldSession:
 
     def _acquired(self, session: StudioSession, lease_id: str) -> Lease:
         placed = placement(self._settings)
+        why = short_of_disk(self._settings)
+        if why:
+            raise Refused(why, remedy=FREE_THE_DISK)
         request = GpuRequest(
             self._settings,
             replace(session.request, host="" if placed is not None else self._settings["host"]),
@@ -470,6 +501,9 @@ class HeldSession:
         """Saves a state; returns its version and the bytes written."""
         self._wait_for_worker()
         lease = self._check_saving()
+        why = short_of_disk(self._settings, memoryview(data).nbytes)
+        if why:
+            raise NotDurable(f"nothing was saved: {why}; the save before is untouched", remedy=FREE_THE_DISK)
         with self._turn_of_store() as store:
             saved = save_state(store, self._ledger, self.job, data, lease)
         with contextlib.suppress(SubletError):
