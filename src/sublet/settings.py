@@ -89,6 +89,12 @@ SPECS = (
         "SUBLET_SCRATCH_LIMIT",
         "how much the files of one studio session may take on its host, such as 50GiB; 'none' for no limit",
     ),
+    Spec(
+        "tenant_network",
+        "SUBLET_TENANT_NETWORK",
+        "what tenants' workers may reach: guarded (the internet, not this host's services or the cloud's "
+        "metadata), none or open",
+    ),
 )
 
 
@@ -155,6 +161,7 @@ def _defaults(home: str) -> dict[str, str]:
         "domain": "",
         "disk_reserve": "auto",
         "scratch_limit": "20GiB",
+        "tenant_network": "guarded",
     }
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.core.errors import BadInput, Misconfigured, SubletError
+from sublet.core.studio.network_policy import network_policy
 from sublet.core.studio.scratch_quota import scratch_limit
 from sublet.core.values import parse_duration
 from sublet.devices.opening import installed_drivers
@@ -205,6 +206,7 @@ def tenant_workers(settings: Settings, number: int) -> Workers:
             number=number,
             hide=tuple(_beside_home(settings)),
             file_bytes=scratch_limit(settings["scratch_limit"]),
+            network=network_policy(settings["tenant_network"]),
         ),
     )
 

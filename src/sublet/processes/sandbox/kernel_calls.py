@@ -7,8 +7,11 @@ Rules of this file: one thin function per call, an OSError for every failure, no
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
+import socket
+import struct
 import time
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -20,11 +23,13 @@ PR_SET_NO_NEW_PRIVS = 38
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR, _MOUNT_ATTR_RDONLY = -100, 0x8000, 442, 1
 _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_RESTRICT = 444, 446
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 _CLOCK_BOOTTIME = 7
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _SIGEV_SIGNAL = 0
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 
@@ -99,6 +104,14 @@ def scope_sockets_and_signals() -> None:
         _check(_libc.syscall(_SYS_LANDLOCK_RESTRICT, fd, 0), "landlock_restrict_self")
     finally:
         os.close(fd)
+
+
+def raise_interface(name: str) -> None:
+    """Bring a network interface up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        request = struct.pack("16sh14x", name.encode(), 0)
+        flags = struct.unpack("16sh14x", fcntl.ioctl(sock, _SIOCGIFFLAGS, request))[1]
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | _IFF_UP))
 
 
 class _SigEvent(ctypes.Structure):

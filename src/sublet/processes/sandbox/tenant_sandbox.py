@@ -8,6 +8,7 @@ Rules of this file:
   session's and goes when the worker is gone.
 - Where the service is root, every tenant is a user of its own, with no other groups and no way back. What it
   needs and could not reach by its rights alone (Python in a closed home) is bound into its view.
+- Its network is guarded on its cgroup, by its supervisor, or is one of its own (`core.studio.network_policy`).
 - What the kernel refuses is left out and not claimed: the worker's containment names in words what was
   reached. A user of its own is no such thing: where the service is root, a worker that cannot have one is
   refused (I1).
@@ -28,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from sublet.core.errors import BadInput
+from sublet.core.studio.network_policy import NONE_WORDS, NetworkPolicy, not_cut_off
 from sublet.core.studio.own_uid import IsolationRefusal, not_allowed, not_mapped, not_prepared, not_readable
 from sublet.machine.process_log import ProcessLog
 from sublet.processes.ladder import read_stat
 from sublet.processes.sandbox import kernel_calls
+from sublet.processes.sandbox.network_guard import enter_empty_network
 
 HIDDEN_HOME = "hidden home"
 READ_ONLY = "read-only system"
@@ -70,6 +73,7 @@ class TenantSandbox:
     number: int
     hide: tuple[str, ...] = ()
     file_bytes: int = 0
+    network: NetworkPolicy = NetworkPolicy.GUARDED
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < NUMBER_MOST:
@@ -166,6 +170,7 @@ class SandboxSpec:
     hide: tuple[str, ...]
     scratch: str
     file_bytes: int = 0
+    network: NetworkPolicy = NetworkPolicy.GUARDED
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> SandboxSpec:
@@ -175,6 +180,7 @@ class SandboxSpec:
             hide=tuple(map(str, fields["hide"])),
             scratch=str(fields["scratch"]),
             file_bytes=int(fields["file_bytes"]),
+            network=NetworkPolicy(fields["network"]),
         )
 
 
@@ -225,6 +231,12 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> list[str]:
         _give_scratch(spec, uid)
     if namespaces:
         reached += _mount_view(spec, uid)
+    if spec.network is NetworkPolicy.NONE:
+        try:
+            enter_empty_network()
+        except OSError as e:
+            raise NotEntered(not_cut_off(str(e.strerror))) from e
+        reached.append(NONE_WORDS)
     if uid is not None:
         become(uid, [*needed(), spec.scratch])
     reached.append(SAME_UID if uid is None else OWN_UID)

@@ -109,7 +109,12 @@ class LocalWorkers:
         if self._sandbox is None:
             return b"worker"
         hide = [os.path.abspath(path) for path in self._sandbox.hide]
-        said = {"number": self._sandbox.number, "hide": hide, "file_bytes": self._sandbox.file_bytes}
+        said = {
+            "number": self._sandbox.number,
+            "hide": hide,
+            "file_bytes": self._sandbox.file_bytes,
+            "network": self._sandbox.network.value,
+        }
         return json.dumps(said).encode()
 
     def _connect(self, *, explain: bool = True) -> socket.socket:

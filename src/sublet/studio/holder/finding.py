@@ -35,6 +35,7 @@ _SETTINGS = (
     "placement",
     "disk_reserve",
     "scratch_limit",
+    "tenant_network",
 )
 
 
