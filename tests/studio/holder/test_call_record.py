@@ -123,6 +123,21 @@ def test_a_full_record_takes_about_as_much_memory_as_it_may(monkeypatch: pytest.
     assert taken < 2 * record._end
 
 
+def test_a_frame_larger_than_what_is_kept_comes_when_all_before_it_was_read(small: None) -> None:
+    record = CallRecord("c")
+    record.text(frames.OUT, b"before")
+    writer = threading.Thread(target=lambda: record.text(frames.SHOW, b"x" * 5000), daemon=True)
+    writer.start()
+    writer.join(0.3)
+    assert writer.is_alive()
+    heard = _all(record)  # some of it, or the whole of it already
+    writer.join(60)
+    assert not writer.is_alive()
+    record.say(frames.DONE, b"{}", last=True)
+    heard += _all(record, len(heard))
+    assert [d for _, d in frames.FrameReader().feed(heard)] == [b"before", b"x" * 5000, b"{}"]
+
+
 def test_questions_that_were_read_leave_like_text(small: None) -> None:
     record = CallRecord("c")
     for _ in range(50):

@@ -148,7 +148,8 @@ class CallRecord:
             self._kept_bytes -= oldest.cost
             if oldest.is_text:
                 self._text_bytes -= oldest.cost
-        return self._text_bytes + size + BLOCK_OVERHEAD <= KEPT_BYTES
+        # One frame may be larger than all that is kept: it comes when everything before it was read.
+        return self._text_bytes + size + BLOCK_OVERHEAD <= KEPT_BYTES or self._read_to >= self._end
 
     def _slow_down(self, size: int) -> None:
         now = time.monotonic()
