@@ -1,8 +1,8 @@
 """The guard of a worker's network: BPF programs on its cgroup that say no to some addresses and ports.
 
 Rules of this file:
-- `core.studio.network_policy` says which. Nothing of the host's own network is changed, and the guard goes with
-  the group.
+- `core.studio.network_policy` says which. Nothing of the host's own network is changed, and the guard goes
+  with the group.
 - A connection that is refused is refused at once (EPERM). The packets are looked at too: not every protocol
   asks before it sends.
 """

@@ -8,7 +8,7 @@ Rules of this file:
   session's and goes when the worker is gone.
 - Where the service is root, every tenant is a user of its own, with no other groups and no way back. What it
   needs and could not reach by its rights alone (Python in a closed home) is bound into its view.
-- Its network is guarded on its cgroup, by its supervisor, or is one of its own (`core.studio.network_policy`).
+- Its network is guarded on its cgroup, by its supervisor, or its own (see `core.studio.network_policy`).
 - What the kernel refuses is left out and not claimed: the worker's containment names in words what was
   reached. A user of its own is no such thing: where the service is root, a worker that cannot have one is
   refused (I1).
