@@ -7,11 +7,8 @@ Rules of this file: one thin function per call, an OSError for every failure, no
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import signal
-import socket
-import struct
 import time
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,7 +26,6 @@ _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR, _MOUNT_ATTR_RDONLY = -100, 0x8000,
 _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_RESTRICT = 444, 446
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 _CLOCK_BOOTTIME = 7
-_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _SIGEV_SIGNAL = 0
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 
@@ -104,14 +100,6 @@ def scope_sockets_and_signals() -> None:
         _check(_libc.syscall(_SYS_LANDLOCK_RESTRICT, fd, 0), "landlock_restrict_self")
     finally:
         os.close(fd)
-
-
-def raise_interface(name: str) -> None:
-    """Bring a network interface up."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        request = struct.pack("16sh14x", name.encode(), 0)
-        flags = struct.unpack("16sh14x", fcntl.ioctl(sock, _SIOCGIFFLAGS, request))[1]
-        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh14x", name.encode(), flags | _IFF_UP))
 
 
 class _SigEvent(ctypes.Structure):

@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -25,6 +26,9 @@ _PROTOCOL, _INTERFACE = 16, 40
 _LOOPBACK_INTERFACE = 1
 _IP, _IPV6 = socket.htons(0x0800), socket.htons(0x86DD)
 _LISTENING = "0A"
+#: As `struct ifreq` has them.
+_INTERFACE_FLAGS = struct.Struct("16sh14x")
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
 _REFUSE, _PASS = "refuse", "pass"
 
 
@@ -66,7 +70,10 @@ def listening_ports() -> list[tuple[int, int]]:
 def enter_empty_network() -> None:
     """Move this process to a network of its own that has only its loopback."""
     kernel_calls.unshare(kernel_calls.CLONE_NEWNET)
-    kernel_calls.raise_interface("lo")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        found = fcntl.ioctl(sock, _GET_FLAGS, _INTERFACE_FLAGS.pack(b"lo", 0))
+        flags = _INTERFACE_FLAGS.unpack(found)[1]
+        fcntl.ioctl(sock, _SET_FLAGS, _INTERFACE_FLAGS.pack(b"lo", flags | _UP))
 
 
 def _word(data: bytes) -> int:
