@@ -102,6 +102,23 @@ SPECS = (
         "what this machine fails with, such as us-east1: replicas of that @domain are read first; empty: "
         "measured",
     ),
+    Spec(
+        "disk_reserve",
+        "SUBLET_DISK_RESERVE",
+        "what tenants of a studio leave free on the ledger's disk, such as 10GiB; auto: 1GiB, or a twentieth "
+        "of a small disk",
+    ),
+    Spec(
+        "scratch_limit",
+        "SUBLET_SCRATCH_LIMIT",
+        "how much the files of one studio session may take on its host, such as 50GiB; 'none' for no limit",
+    ),
+    Spec(
+        "tenant_network",
+        "SUBLET_TENANT_NETWORK",
+        "what tenants' workers may reach: guarded (the internet, not this host's services or the cloud's "
+        "metadata), none or open",
+    ),
 )
 
 
@@ -170,6 +187,9 @@ def _defaults(home: str) -> dict[str, str]:
         "price": "",
         "host": _tidied(socket.gethostname(), "localhost"),
         "domain": "",
+        "disk_reserve": "auto",
+        "scratch_limit": "20GiB",
+        "tenant_network": "guarded",
     }
 
 

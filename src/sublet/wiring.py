@@ -24,13 +24,17 @@ from typing import TYPE_CHECKING, Any
 from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.core.errors import BadInput, Misconfigured, NotIsolated, SubletError
 from sublet.core.studio.isolation import HostIsolation, parse_mode, words_of
+from sublet.core.studio.network_policy import network_policy
+from sublet.core.studio.scratch_quota import scratch_limit
 from sublet.core.studio.worker_limits import DEFAULT_LIMITS, WorkerLimits, parse_limits
 from sublet.core.values import parse_duration
 from sublet.devices.opening import installed_drivers
 from sublet.devices.probe import find_devices
+from sublet.machine.disk_space import DiskReserve
 from sublet.machine.plugins import installed
 from sublet.machine.private_files import make_private_folder, tighten_home
 from sublet.machine.run_folder import RunFolder
+from sublet.machine.spill import SpillRoom
 from sublet.ports.broker import Broker, OpenBroker
 from sublet.ports.device import Driver
 from sublet.ports.ledger import FoundDevice, Ledger
@@ -57,6 +61,8 @@ CLOCK = HostClock()
 HERE_SECONDS = 1.0
 #: Tenants' numbers begin at 1.
 NOBODYS_NUMBER = 0
+#: Of answers and questions of one tenant's worker that wait on disk.
+ANSWERS_MOST_BYTES = 6 << 30
 
 _lock = threading.Lock()
 _ledgers: dict[str, Ledger] = {}
@@ -144,7 +150,23 @@ def workers(
         modules += ",sublet.notebook.cells.inside_cell"
     if preload != "none":
         modules += f",{_installed(preload)}"
-    return LocalWorkers(settings.home, settings["host"], modules, sandbox=sandbox, limits=limits)
+    room = spill_room(settings, ANSWERS_MOST_BYTES) if sandbox is not None else None
+    return LocalWorkers(settings.home, settings["host"], modules, sandbox=sandbox, limits=limits, room=room)
+
+
+def disk_reserve(settings: Settings) -> DiskReserve:
+    return DiskReserve(settings["disk_reserve"])
+
+
+def short_of_disk(settings: Settings, more_bytes: int = 0) -> str:
+    """Why tenants may not write so much more on this host, or ''. Its disks are those of the home, the ledger
+    and the checkpoints, where they are here."""
+    return disk_reserve(settings).short_of([settings.home, *map(Path, _beside_home(settings))], more_bytes)
+
+
+def spill_room(settings: Settings, most_bytes: int) -> SpillRoom:
+    """Where bytes of one session wait that are too many for memory."""
+    return SpillRoom(settings.home / "run" / "spill", most_bytes, disk_reserve(settings))
 
 
 def places(settings: Settings) -> bool:
@@ -169,19 +191,29 @@ def placement(settings: Settings) -> Placement | None:
     return found
 
 
-def tenant_workers(settings: Settings, number: int) -> Workers:
-    """Where the workers of a studio's tenant come from: with nothing of ours around them."""
-    from sublet.processes.sandbox.tenant_sandbox import TenantSandbox
-
-    hidden = [
+def _beside_home(settings: Settings) -> list[str]:
+    """Folders of this host's checkpoints and ledger."""
+    found = [
         url.partition(":")[2].partition("@")[0]
         for url in settings["store"].split(",")
         if url.strip().startswith("dir:")
     ]
     if settings["ledger"].startswith("sqlite:"):
-        hidden.append(str(Path(settings["ledger"].partition(":")[2]).parent))
-    beside = sorted({str(Path(place).absolute()) for place in hidden if place})
-    return workers(settings, TenantSandbox(number=number, hide=tuple(beside)), worker_limits(settings))
+        found.append(str(Path(settings["ledger"].partition(":")[2]).parent))
+    return sorted({str(Path(place).absolute()) for place in found if place})
+
+
+def tenant_workers(settings: Settings, number: int) -> Workers:
+    """Where the workers of a studio's tenant come from: with nothing of ours around them."""
+    from sublet.processes.sandbox.tenant_sandbox import TenantSandbox
+
+    sandbox = TenantSandbox(
+        number=number,
+        hide=tuple(_beside_home(settings)),
+        file_bytes=scratch_limit(settings["scratch_limit"]),
+        network=network_policy(settings["tenant_network"]),
+    )
+    return workers(settings, sandbox, worker_limits(settings))
 
 
 def worker_limits(settings: Settings) -> WorkerLimits:

@@ -52,17 +52,30 @@ def test_a_version_counts_with_what_the_one_before_did_not_have(shelf: Shelf) ->
 
 
 def test_a_save_over_the_quota_is_refused_however_often_it_is_tried(shelf: Shelf) -> None:
-    """What the first try wrote is there for the second, and counts all the same."""
+    """And nothing of what the tries wrote stays behind: nobody would be charged for it."""
     limit(shelf, 30 * MEGABYTE)
     shelf.save(a_state(1, 2), 0)
-    before = stored(shelf)
+    before, files = stored(shelf), sorted(shelf.files("packs") + shelf.files("manifests"))
     for store in (shelf.store, shelf.store, shelf.open()):
         with pytest.raises(QuotaReached, match="untouched"):
             store.save(JOB, a_state(3, 4), expected_version=1, lease=shelf.lease)
         assert (shelf.version, stored(shelf)) == (1, before)
+        assert sorted(shelf.files("packs") + shelf.files("manifests")) == files
     assert shelf.load()["part0"][0] == 1
     shelf.open().save(JOB, a_state(1, 5), expected_version=1, lease=shelf.lease)
     assert shelf.version == 2
+
+
+def test_the_store_that_was_refused_saves_again_when_there_is_room(shelf: Shelf) -> None:
+    """It knew which packs had its bytes, and they are gone."""
+    limit(shelf, 30 * MEGABYTE)
+    shelf.save(a_state(1, 2), 0)
+    with pytest.raises(QuotaReached):
+        shelf.save(a_state(3, 4), 1)
+    limit(shelf, 90 * MEGABYTE)
+    shelf.save(a_state(3, 4), 1)
+    loaded = shelf.open().load(JOB)
+    assert [loaded[part][0] for part in ("part0", "part1")] == [3, 4]
 
 
 def test_a_sweep_makes_room_again(shelf: Shelf) -> None:

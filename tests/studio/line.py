@@ -44,7 +44,7 @@ class Heard:
 
 class Line:
     def __init__(self, settings: Settings, head: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
-        self.sock: socket.socket = finding.connected(settings, timeout=60)
+        self.sock: socket.socket = finding.connected(settings, timeout=120)
         self._reader = framing.FrameReader(framing.ANSWER_KINDS)
         self.heard = Heard()
         with contextlib.suppress(

@@ -95,6 +95,18 @@ class LeaseHolder(Protocol):
 
 
 @runtime_checkable
+class HasScratch(Protocol):
+    """A worker whose files lie in a folder of its own on this machine."""
+
+    @property
+    def holder(self) -> Holder: ...
+
+    @property
+    def scratch(self) -> str:
+        """The folder, which goes with the worker; '' when there is none."""
+
+
+@runtime_checkable
 class Callee(Protocol):
     """What can be called: functions run there, and their results come back."""
 

@@ -33,7 +33,7 @@ from sublet.core.checkpoints.checkpoint import (
     manifest_bytes,
 )
 from sublet.core.checkpoints.versions import Adoption
-from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, NotDurable
+from sublet.core.errors import BadInput, Damaged, Disconnected, HeadMoved, NotDurable, Refused
 from sublet.core.progress.effect import AlreadyCommitted, Commit, Head, Steps
 from sublet.core.values import check_job
 from sublet.machine.failpoints import failpoint
@@ -48,6 +48,7 @@ from sublet.store.replicas.ownership import claim
 from sublet.store.replicas.quorum import KnownPacks, PublishedManifest, Replicas, SaveTimings
 from sublet.store.save.background import Writer
 from sublet.store.save.packing import Packed, digest, write_pack
+from sublet.store.save.refused import remove_refused
 from sublet.store.save.saving import Owned, PendingSave, Saved
 from sublet.store.slots import Slot
 from sublet.store.tree import take_apart
@@ -362,7 +363,11 @@ class CheckpointStore(Loading):
         # By what the version before needed, not by what was written now: an attempt that was refused has
         # written it already.
         before = slot.packs if mine else frozenset(parent.packs if parent is not None else ())
-        committed = commit(manifest, name_of_manifest, manifest.added_bytes(before))
+        try:
+            committed = commit(manifest, name_of_manifest, manifest.added_bytes(before))
+        except Refused:  # by its transaction, so the head has not moved, and nobody knows these names
+            remove_refused(self._replicas.replicas, name_of_manifest, slot.forget_written())
+            raise
         slot.settle_on(name_of_manifest, manifest)
         self._slots.remember(copied.name, slot, name_of_manifest, data)
         for name, packs in kept.lacking.items():

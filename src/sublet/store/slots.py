@@ -44,6 +44,13 @@ class Slot:
         self.saved_as, self.packs = name, frozenset(manifest.packs)
         self.written.clear()
 
+    def forget_written(self) -> set[str]:
+        """Note that packs which were written and not committed are gone; returns which."""
+        gone = set(self.written)
+        self.written.clear()
+        self.entries = [e if e is not None and e.pack not in gone else None for e in self.entries]
+        return gone
+
 
 class Slots:
     def __init__(self, memory: HostMemory | None = None) -> None:

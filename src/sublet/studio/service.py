@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 from sublet.core.errors import NotFound, SubletError
 from sublet.core.studio.isolation import NOT_CHECKED, HostIsolation
 from sublet.core.studio.token import Credential, Token
+from sublet.machine.spill import SpillRoom
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.processes.loop_watch import ProcessHealth
 from sublet.settings import Settings
@@ -38,6 +40,7 @@ from sublet.studio.edge.tracing import Tracing
 from sublet.studio.readiness import Readiness, host_warden
 from sublet.studio.views.batched_reads import BatchedReads
 from sublet.studio.views.metrics import Meters
+from sublet.wiring import spill_room
 
 if TYPE_CHECKING:
     from sublet.studio.edge.relay import SessionHostRelay
@@ -49,6 +52,8 @@ THREADS = 16
 STATEMENTS_AT_ONCE = 2
 #: How often activity is written, in batches. What a crash loses of it only makes a lease end sooner.
 TOUCH_SECONDS = 0.1
+#: Of bodies of one tenant's requests that wait on disk until they are whole.
+BODIES_MOST_BYTES = 4 << 30
 
 
 class RequestContext:
@@ -140,6 +145,7 @@ class Service:
         )
         self.tracing = Tracing()
         self.leaving = False
+        self._rooms: WeakValueDictionary[str, SpillRoom] = WeakValueDictionary()
         self._clock_base = time.time_ns() // 1000 - time.monotonic_ns() // 1000
         self.live: LiveEvents
         self.relay: SessionHostRelay
@@ -150,6 +156,13 @@ class Service:
         self._writer = ThreadPoolExecutor(1, "health-write")
         #: Health must be reported even while every other thread waits for a ledger that does not answer.
         self._health = ThreadPoolExecutor(2, "health")
+
+    def room_of(self, tenant: str) -> SpillRoom:
+        """Where bodies of a tenant's requests wait until they are whole."""
+        found = self._rooms.get(tenant)
+        if found is None:
+            found = self._rooms[tenant] = spill_room(self.settings, BODIES_MOST_BYTES)
+        return found
 
     def set_clock(self, ledger_us: int) -> None:
         """Called at every read of the journal, so that no request has to ask the ledger for the time."""

@@ -4,6 +4,7 @@ real one is not."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from sublet.core.errors import BadInput, LeaseLost, SubletError, WorkerLost
 from sublet.core.studio import frames
 from sublet.settings import load_settings
+from sublet.studio import service as studio_service
 from sublet.studio.edge import relay as relays
 from sublet.studio.edge.relay import AnswerEnd, FrameFollower, SessionHostRelay, failure
 from sublet.studio.holder import finding
@@ -127,6 +129,24 @@ def test_interrupt_stops_what_runs_and_the_session_stays(house: Running) -> None
     assert [x["name"] for x in lines(said[0]) if x["kind"] == "error"] == ["KeyboardInterrupt"]
     assert house.ask("POST", path, token).status == 409
     assert b"3" in house.ask("POST", f"/v1/sessions/{session}/run", token, {"code": "1+2"}).body
+
+
+def test_bodies_that_wait_have_a_room_for_each_tenant_and_leave_it(
+    house: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studio_service, "BODIES_MOST_BYTES", 16 << 20)
+    token = house.token("ann")
+    path = f"/v1/sessions/{active(house, token)}/calls?call="
+    large = frames.frame(frames.PART, b"x" * (30 << 20))
+    for number in range(2):
+        refused = house.ask("POST", f"{path}c{number}", token, raw=large, headers=FRAMES)
+        assert (refused.status, refused.code) == (413, "too_large")
+        assert "16MiB waiting" in refused.body.decode()
+    gc.collect()
+    fits = frames.frame(frames.PART, b"x" * (10 << 20))
+    said = house.ask("POST", f"{path}fits", token, raw=fits, headers=FRAMES)
+    assert said.status == 200  # read and passed on: what it says is the call's
+    assert house.service.room_of("ann").used == 0
 
 
 def test_states_are_saved_and_loaded_as_they_came(house: Running) -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +15,10 @@ from sublet.core.leasing.lease import EndReason
 from sublet.core.studio import frames
 from sublet.store.codec import TreeCodec
 from sublet.studio.holder import finding
+from sublet.studio.holder.call_queue import WAITING_MOST
 from tests.homes import wait_until
 from tests.studio.conftest import GIB, HostedSessions
-from tests.studio.line import ask, attach, code
+from tests.studio.line import Line, ask, attach, code
 
 
 @pytest.fixture
@@ -118,6 +121,52 @@ def test_a_call_that_waits_for_its_turn_is_interrupted_and_not_the_one_before_it
         assert heard.done["ok"] is False
         assert frames.read_head(heard.parts[-1])["kind"] == "KeyboardInterrupt"
         assert "never" not in heard.text()
+
+
+def test_only_so_many_calls_wait_and_the_next_is_told_so(hosted_here: HostedSessions, session: str) -> None:
+    settings, where, extra = hosted_here.settings, {"session": session, "tenant": "ann"}, 5
+    first = code(settings, session, "import time\nprint('in', flush=True)\ntime.sleep(600)", call="first")
+    next(frame for frame in first.frames() if frame[0] == frames.OUT)
+    with ThreadPoolExecutor(WAITING_MOST + extra) as listeners:
+        lines = [code(settings, session, f"print({i})", call=f"w{i}") for i in range(WAITING_MOST + extra)]
+        heard = [listeners.submit(line.all) for line in lines]
+        wait_until(lambda: sum(one.done() for one in heard) == extra)
+        head = {"op": "call", **where, "call": "more", "parts": 1}
+        large = Line(settings, head, [b"x" * (8 << 20)]).all()
+        assert large.failed["code"] == "too_many"
+        assert f"{WAITING_MOST} calls wait in this session" in str(large.failed["message"])
+        assert attach(settings, session, "more").all().failed["code"] == "stale"  # it was not begun
+        assert ask(settings, op="interrupt", **where, call="first").done["ok"] is True
+        all_heard = [one.result() for one in heard]
+    refused = [one for one in all_heard if frames.FAIL in dict(one.frames)]
+    assert [one.failed["code"] for one in refused] == ["too_many"] * extra
+    printed = {one.text() for one in all_heard if one not in refused}
+    assert len(printed) == WAITING_MOST
+    assert code(settings, session, "print('again')", call="more").all().text() == "again\n"
+
+
+def test_readers_that_do_not_read_take_no_memory_of_the_session_host(
+    hosted_here: HostedSessions, session: str
+) -> None:
+    settings, where = hosted_here.settings, {"session": session, "tenant": "ann"}
+    size, readers = 64 << 20, 10
+    data = b"".join(bytes(p) for p in TreeCodec().encode({"w": b"x" * size}))
+    assert ask(settings, [data], op="save", **where).done["version"] == 1
+    before = anonymous_bytes(finding.session_host_pid(settings))
+    lines = [Line(settings, {"op": "load", **where}) for _ in range(readers)]
+    for line in lines:
+        assert next(line.frames())[0] == frames.DONE  # the rest waits for who does not read it
+    taken = anonymous_bytes(finding.session_host_pid(settings)) - before
+    assert taken < readers * size / 4
+    assert lines[-1].all().parts == [data]
+    for line in lines:
+        line.sock.close()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """The memory of a process that the kernel cannot drop."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def test_another_tenants_session_is_not_there(hosted_here: HostedSessions, session: str) -> None:

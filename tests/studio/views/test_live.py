@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sublet.core.journal.chain import Entry
+from sublet.core.studio.token import Credential, Scope
 from sublet.ports.ledger import Followed
 from sublet.settings import load_settings
-from sublet.studio.views.live import SETTLE_SECONDS, JournalOrder, event_bytes
+from sublet.studio.views.live import SETTLE_SECONDS, EventListener, JournalOrder, event_bytes
 from tests.homes import wait_until
 from tests.ledger.rig import Rig
 from tests.studio.running import Running, add_session, running, settings_of
@@ -259,6 +260,19 @@ def test_a_revoked_token_ends_its_streams(studio: Running) -> None:
     assert not other.over.is_set()
     other.close()
     wait_until(lambda: studio.service.streams.count() == 0)
+
+
+def test_events_that_wait_are_counted_by_their_bytes_too() -> None:
+    who = Credential(token_id="t", tenant="ann", scope=Scope.USER)
+    ear = EventListener(who, 1000, 10_000)
+    for number in range(1, 4):
+        ear.put(number, b"x" * 3000)
+    assert ear.ended == ""
+    ear.put(4, b"x" * 3000)
+    assert ear.ended == "gap"
+    large = EventListener(who, 1000, 10_000)
+    large.put(1, b"x" * 50_000)  # one event comes, however large it is
+    assert large.ended == ""
 
 
 def test_who_is_too_far_behind_is_told_of_the_gap(

@@ -4,7 +4,8 @@ Rules of this file:
 - A version is charged with what it added to the versions before it. When older ones are dropped, what they
   were charged with goes to the next one that stays, up to its whole size: it may still need all of it. So the
   charges of what is kept are never less than its bytes.
-- Checked before a head moves: what was refused has moved nothing, and its bytes go with the next sweep.
+- Checked before a head moves: what was refused has moved nothing, and whoever wrote its bytes removes them at
+  once.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ Rules of this file:
 - A message is its first packet, which gives the size of every part, and as many more as it takes. A first
   packet in the middle of a message means that the earlier one was given up: it is dropped.
 - What arrives is checked before it is kept. `UnreadableMessage`: the sender does not speak the protocol.
+- With a room, large messages wait on disk. One that the room cannot take is read to its end and dropped, and
+  says why: the sender was not at fault.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from sublet.core.errors import TooLarge
 from sublet.core.studio.frames import PART_MOST_BYTES, PARTS_MOST
+from sublet.machine.spill import CollectedParts, SpillRoom
 from sublet.ports.worker import Part
 from sublet.processes.channel.channel import PACKET_BYTES, SEALED_FIRST, sealed_packet
 
@@ -42,6 +46,7 @@ class SealedMessage:
     serial: int
     number: int
     parts: list[memoryview]
+    dropped: TooLarge | None = None  # why it has no parts
 
 
 def packets(kind: int, serial: int, number: int, parts: Sequence[Part]) -> Iterator[bytes]:
@@ -69,12 +74,18 @@ def packets(kind: int, serial: int, number: int, parts: Sequence[Part]) -> Itera
 class Assembly:
     """Assembles messages from their packets."""
 
-    def __init__(self, kinds: frozenset[int], most_bytes: int = PART_MOST_BYTES) -> None:
+    def __init__(
+        self, kinds: frozenset[int], most_bytes: int = PART_MOST_BYTES, room: SpillRoom | None = None
+    ) -> None:
         self._kinds = kinds
+        self._room = room
         self._most_bytes = most_bytes
         self._open: SealedMessage | None = None
         self._sizes: list[int] = []
-        self._filled: list[bytearray] = []
+        self._parts: _InMemory | CollectedParts = _InMemory()
+        self._dropped: TooLarge | None = None
+        self._begun = 0  # parts
+        self._missing = 0  # of the last of them
 
     def take(self, kind: int, serial: int, packet: memoryview) -> SealedMessage | None:
         """Take a packet; return the message when it was the last one."""
@@ -102,24 +113,62 @@ class Assembly:
                 f"a message of {sum(self._sizes)} bytes, of {self._most_bytes} it may have"
             )
         self._open = SealedMessage(kind, serial, number, [])
-        self._filled = []
+        self._parts = _InMemory() if self._room is None else self._room.collect()
+        self._dropped, self._begun, self._missing = None, 0, 0
         return packet[at:]
 
     def _fill(self, packet: memoryview) -> SealedMessage | None:
-        """Store a part's bytes. Memory grows with what arrived, not with what was announced."""
+        """Store parts' bytes. What is taken grows with what arrived, not with what was announced."""
         assert self._open is not None
         while True:
-            if self._filled and len(self._filled[-1]) < self._sizes[len(self._filled) - 1]:
-                missing = self._sizes[len(self._filled) - 1] - len(self._filled[-1])
-                self._filled[-1] += packet[:missing]
-                packet = packet[missing:]
-                if len(self._filled[-1]) < self._sizes[len(self._filled) - 1]:
+            if self._missing:
+                piece, packet = packet[: self._missing], packet[self._missing :]
+                self._missing -= piece.nbytes
+                self._keep(piece)
+                if self._missing:
                     return None
-            if len(self._filled) == len(self._sizes):
+            if self._begun == len(self._sizes):
                 break
-            self._filled.append(bytearray())
+            self._missing = self._sizes[self._begun]
+            self._begun += 1
+            self._begin_part(self._missing)
         if packet.nbytes:
             raise UnreadableMessage("a message with more bytes than it said")
         done, self._open = self._open, None
-        parts, self._filled = self._filled, []
-        return SealedMessage(done.kind, done.serial, done.number, [memoryview(part) for part in parts])
+        kept, self._parts = self._parts, _InMemory()
+        parts = kept.done() if self._dropped is None else []
+        return SealedMessage(done.kind, done.serial, done.number, parts, self._dropped)
+
+    def _begin_part(self, size: int) -> None:
+        if self._dropped is None:
+            try:
+                self._parts.begin(size)
+            except TooLarge as e:
+                self._drop(e)
+
+    def _keep(self, piece: memoryview) -> None:
+        if self._dropped is None:
+            try:
+                self._parts.write(piece)
+            except TooLarge as e:
+                self._drop(e)
+
+    def _drop(self, why: TooLarge) -> None:
+        self._dropped = why
+        self._parts = _InMemory()
+
+
+class _InMemory:
+    """Collects parts as `CollectedParts` does, in memory."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytearray] = []
+
+    def begin(self, size: int) -> None:
+        self._parts.append(bytearray())
+
+    def write(self, piece: memoryview) -> None:
+        self._parts[-1] += piece
+
+    def done(self) -> list[memoryview]:
+        return [memoryview(part) for part in self._parts]

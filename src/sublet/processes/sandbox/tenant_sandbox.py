@@ -8,6 +8,7 @@ Rules of this file:
   session's and goes when the worker is gone.
 - Where the service is root, every tenant is a user of its own, with no other groups and no way back. What it
   needs and could not reach by its rights alone (Python in a closed home) is bound into its view.
+- Its network is guarded on its cgroup, by its supervisor, or its own (see `core.studio.network_policy`).
 - What the kernel refuses is left out and not claimed: the worker's containment names in words what was
   reached. A user of its own is no such thing: where the service is root, a worker that cannot have one is
   refused (I1).
@@ -29,11 +30,13 @@ from typing import Any
 
 from sublet.core.errors import BadInput
 from sublet.core.studio.isolation import HIDDEN_HOME, OWN_IPC, OWN_UID, READ_ONLY, SAME_UID, SCOPED
+from sublet.core.studio.network_policy import NONE_WORDS, NetworkPolicy, not_cut_off
 from sublet.core.studio.own_uid import IsolationRefusal, not_allowed, not_mapped, not_prepared, not_readable
 from sublet.core.studio.worker_limits import Enforcer, LimitInForce, Resource
 from sublet.machine.process_log import ProcessLog
 from sublet.processes.ladder import read_stat
 from sublet.processes.sandbox import kernel_calls
+from sublet.processes.sandbox.network_guard import enter_empty_network
 
 #: A tenant's uid is one of these plus its number: far above people's, or below the system's where a container
 #: has few.
@@ -66,10 +69,13 @@ _PATHS_MOST_BYTES = 2500
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSandbox:
     """The tenant a worker is made for. `number` is the tenant's and never changes. `hide` lists folders
-    outside SUBLET_HOME that its code must not see, such as a ledger's."""
+    outside SUBLET_HOME that its code must not see, such as a ledger's. `file_bytes` is the most that one file
+    of it may have; 0 for no limit."""
 
     number: int
     hide: tuple[str, ...] = ()
+    file_bytes: int = 0
+    network: NetworkPolicy = NetworkPolicy.GUARDED
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < NUMBER_MOST:
@@ -167,6 +173,8 @@ class SandboxSpec:
     scratch: str
     shared_memory_bytes: int = 0  # of its /dev/shm; 0: the kernel's default
     rlimits: tuple[tuple[str, int], ...] = ()  # limits that no group of its own keeps
+    file_bytes: int = 0
+    network: NetworkPolicy = NetworkPolicy.GUARDED
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> SandboxSpec:
@@ -177,6 +185,8 @@ class SandboxSpec:
             scratch=str(fields["scratch"]),
             shared_memory_bytes=int(fields["shared_memory_bytes"]),
             rlimits=tuple((str(name), int(amount)) for name, amount in fields["rlimits"].items()),
+            file_bytes=int(fields["file_bytes"]),
+            network=NetworkPolicy(fields["network"]),
         )
 
 
@@ -220,6 +230,8 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> tuple[list[str], dict[str, in
     most_files = min(most_files, OPEN_FILES_MOST) if most_files != resource.RLIM_INFINITY else OPEN_FILES_MOST
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    if spec.file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (spec.file_bytes, spec.file_bytes))
     uid = own_uid(spec.number) if os.getuid() == 0 else None
     if uid is not None:
         _give_scratch(spec, uid)
@@ -228,6 +240,12 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> tuple[list[str], dict[str, in
         with contextlib.suppress(OSError):  # segments and queues of System V have no file to be hidden
             kernel_calls.unshare(kernel_calls.CLONE_NEWIPC)
             reached.append(OWN_IPC)
+    if spec.network is NetworkPolicy.NONE:
+        try:
+            enter_empty_network()
+        except OSError as e:
+            raise NotEntered(not_cut_off(str(e.strerror))) from e
+        reached.append(NONE_WORDS)
     if uid is not None:
         become(uid, [*needed(), spec.scratch])
     reached.append(SAME_UID if uid is None else OWN_UID)

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sublet.core.studio.network_policy import GUARDED_WORDS, OPEN_WORDS, NetworkPolicy, closed_ports
 from sublet.core.studio.own_uid import IsolationRefusal, not_prepared
 from sublet.core.studio.worker_limits import DEFAULT_LIMITS, WorkerLimits, in_words
+from sublet.machine.process_log import ProcessLog
 from sublet.processes.channel.channel import pair, receive_with_fds, send_with_fds
 from sublet.processes.ladder import end_children, ended, read_stat
-from sublet.processes.sandbox import containment, kernel_calls, tenant_sandbox
+from sublet.processes.sandbox import containment, kernel_calls, network_guard, tenant_sandbox
 from sublet.processes.sandbox.containment import Group
 from sublet.processes.supervisor import report
 
@@ -420,6 +422,24 @@ def spare(
     supervisor.run()
 
 
+def _guarded(supervised: SupervisedProcess, order: dict[str, Any]) -> list[str]:
+    """Guard the network of a worker that has the host's, if that is wanted and can be; in words what it
+    has."""
+    policy = NetworkPolicy(order["network"])
+    if policy is NetworkPolicy.NONE:
+        return []
+    if policy is NetworkPolicy.GUARDED and supervised.group is not None:
+        own = tenant_sandbox.uid_of(order["number"]) if os.getuid() == 0 else None
+        try:
+            network_guard.guard_network(
+                supervised.group.path, closed_ports(network_guard.listening_ports(), own)
+            )
+            return [GUARDED_WORDS]
+        except OSError as e:
+            ProcessLog("network-guard")(f"a worker's network is open: {e}")
+    return [OPEN_WORDS]
+
+
 def _begin_sandboxed(
     supervised: SupervisedProcess,
     home: Path,
@@ -436,11 +456,11 @@ def _begin_sandboxed(
         scratch = tenant_sandbox.make_scratch(root, os.getpid(), started)
     except OSError as e:
         raise tenant_sandbox.NotEntered(not_prepared(e.strerror or "its folder is somebody else's")) from e
+    network = _guarded(supervised, order)
     kept = () if supervised.group is None else supervised.group.limits
     by_group = {limit.resource for limit in kept}
     terms = {
-        "number": order["number"],
-        "hide": order["hide"],
+        **order,
         "home": str(home),
         "scratch": str(scratch),
         "shared_memory_bytes": limits.memory_bytes // 2,
@@ -459,5 +479,6 @@ def _begin_sandboxed(
     if "refused" in answer:
         raise tenant_sandbox.NotEntered(IsolationRefusal(reason=answer["refused"], remedy=answer["remedy"]))
     kept += tuple(tenant_sandbox.rlimits_of(answer["rlimits"]))
-    supervised.containment = ", ".join([supervised.containment, *answer["reached"], *in_words(limits, kept)])
+    said = [supervised.containment, *answer["reached"], *network, *in_words(limits, kept)]
+    supervised.containment = ", ".join(said)
     return str(scratch)

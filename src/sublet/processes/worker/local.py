@@ -25,10 +25,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sublet.core.errors import BadInput, Misconfigured, NotIsolated, WorkerLost
+from sublet.core.errors import BadInput, Misconfigured, NotIsolated, SubletError, WorkerLost
 from sublet.core.leasing.lease import Holder
-from sublet.core.studio.frames import PARTS_MOST, read_head
+from sublet.core.studio.frames import PARTS_MOST, packed_head, read_head
 from sublet.machine import lease_environment
+from sublet.machine.spill import SpillRoom
 from sublet.ports.worker import CallSink, Part, Screen
 from sublet.processes.channel import sealed_channel
 from sublet.processes.channel.channel import (
@@ -84,8 +85,13 @@ class LocalWorker(PackedCalls):
     host_lost = ""
 
     def __init__(
-        self, ask: Callable[[list[int]], None], host: str, sandbox: TenantSandbox | None = None
+        self,
+        ask: Callable[[list[int]], None],
+        host: str,
+        sandbox: TenantSandbox | None = None,
+        room: SpillRoom | None = None,
     ) -> None:
+        """`room`: where large sealed messages of the worker wait; without one they wait in memory."""
         control, control_there = pair()
         call, call_there = pair()
         out, out_there = os.pipe2(os.O_CLOEXEC)
@@ -118,7 +124,7 @@ class LocalWorker(PackedCalls):
         self._err = OutputPipe(err, "stderr", lambda: sys.stderr)
         self._shown = ScreenPipe(shown, plain_screen())
         self._sandbox = sandbox
-        self._assembly = Assembly(FROM_WORKER)
+        self._assembly = Assembly(FROM_WORKER, room=room)
         self._launches = 0
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._over = False  # told to end; nothing is of use any more
@@ -350,6 +356,8 @@ class LocalWorker(PackedCalls):
                 if interrupted and not obeyed:
                     self._supervisor.obeyed(OBEY_MS)
                 self._launches += done.number
+                if done.dropped is not None:
+                    return False, [_as_failure(done.dropped)]
                 return done.kind == sealed_channel.DONE, done.parts
             except KeyboardInterrupt:
                 if done is not None:
@@ -390,6 +398,9 @@ class LocalWorker(PackedCalls):
         kind: int = sealed_channel.UNANSWERED
         told: Sequence[Part] = ()
         try:
+            if asked.dropped is not None:
+                told = [packed_head(_said_of(asked.dropped))]
+                return
             if not asked.parts:
                 raise UnreadableMessage("a question without a head")
             try:
@@ -534,3 +545,13 @@ class LocalWorker(PackedCalls):
             self._shown.end(screen)
         self._ending = self._ending or self._supervisor.why_ended()
         return WorkerLost(f"the worker ended: {self._ending}", begun=begun)
+
+
+def _as_failure(error: SubletError) -> memoryview:
+    """What a sealed call answers that failed, see `sealed_caller.failure_of`."""
+    said = {"kind": type(error).__name__, "text": f"{error.message}; {error.remedy}", "trace": ""}
+    return memoryview(json.dumps(said).encode())
+
+
+def _said_of(error: SubletError) -> dict[str, str]:
+    return {"code": error.code, "message": error.message, "remedy": error.remedy}

@@ -22,6 +22,7 @@ from pathlib import Path
 from sublet.core.errors import Misconfigured
 from sublet.core.studio.worker_limits import DEFAULT_LIMITS, WorkerLimits
 from sublet.machine.private_files import make_private_folder
+from sublet.machine.spill import SpillRoom
 from sublet.processes.channel.channel import reachable, send_with_fds
 from sublet.processes.daemonize import last_line, spawn_detached
 from sublet.processes.sandbox.tenant_sandbox import TenantSandbox, zygote_environment
@@ -52,9 +53,11 @@ class LocalWorkers:
         idle_exit: float | None = None,
         sandbox: TenantSandbox | None = None,
         limits: WorkerLimits = DEFAULT_LIMITS,
+        room: SpillRoom | None = None,
     ) -> None:
         """With a `sandbox` the workers are a tenant's: they see nothing of this process, and are called
-        sealed only."""
+        sealed only. Their large answers wait in `room`."""
+        self._room = room
         self._home = home
         self._sandbox = sandbox
         self._limits = [str(limits.processes), str(limits.memory_bytes), str(limits.cpu_weight)]
@@ -91,9 +94,9 @@ class LocalWorkers:
 
     def start(self) -> LocalWorker:
         try:
-            return LocalWorker(self._ask, self._host, self._sandbox)
+            return LocalWorker(self._ask, self._host, self._sandbox, self._room)
         except NotServed:  # by a zygote that was just leaving, perhaps: the next one will
-            return LocalWorker(self._ask, self._host, self._sandbox)
+            return LocalWorker(self._ask, self._host, self._sandbox, self._room)
 
     def warm(self) -> None:
         """Start the zygote if there is none, and wait silently until it serves."""
@@ -110,7 +113,13 @@ class LocalWorkers:
         if self._sandbox is None:
             return b"worker"
         hide = [os.path.abspath(path) for path in self._sandbox.hide]
-        return json.dumps({"number": self._sandbox.number, "hide": hide}).encode()
+        said = {
+            "number": self._sandbox.number,
+            "hide": hide,
+            "file_bytes": self._sandbox.file_bytes,
+            "network": self._sandbox.network.value,
+        }
+        return json.dumps(said).encode()
 
     def _connect(self, *, explain: bool = True) -> socket.socket:
         began = time.monotonic()

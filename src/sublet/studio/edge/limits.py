@@ -60,6 +60,7 @@ class EdgeLimits:
     unread_connections: int = 8  # of one client at once; the next is ended at once
     send_seconds: float = 20.0  # without the reader taking anything
     stream_events: int = 1000  # not yet taken by one reader
+    stream_bytes: int = 2 * MIB  # and so many bytes of them
     penalty_seconds: float = 0.25  # the first refusal comes so late, and each one later
     penalty_most_seconds: float = 2.0
 

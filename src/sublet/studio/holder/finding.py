@@ -37,6 +37,9 @@ _SETTINGS = (
     "worker_memory",
     "worker_processes",
     "worker_cpu_weight",
+    "disk_reserve",
+    "scratch_limit",
+    "tenant_network",
 )
 
 

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from sublet.core.errors import (
     BadInput,
@@ -28,9 +29,10 @@ from sublet.core.errors import (
     Refused,
     Stale,
     SubletError,
+    TooMany,
     WaitTimedOut,
 )
-from sublet.core.leasing.lease import LeaseState
+from sublet.core.leasing.lease import EndReason, LeaseState
 from sublet.core.studio import frames
 from sublet.core.studio.session import OfferAnswer, StudioSession
 from sublet.core.studio.session_reconcile import HostedSession
@@ -39,20 +41,24 @@ from sublet.leases.lease import WATCHDOG_US, Lease
 from sublet.leases.request import GpuRequest
 from sublet.leases.sessions import opening_of
 from sublet.ports.ledger import Answer, Ledger
-from sublet.ports.worker import Worker
+from sublet.ports.worker import HasScratch, Worker
 from sublet.processes.channel.sealed_caller import SilentSink
 from sublet.settings import Settings
 from sublet.store.checkpoints import CheckpointStore
 from sublet.studio.holder.admission import admitted
+from sublet.studio.holder.call_queue import CallQueue
 from sublet.studio.holder.call_record import CHUNK_BYTES, Bytes, CallRecord
 from sublet.studio.routes.state import load_state, save_state
-from sublet.wiring import checkpoints, placement
+from sublet.wiring import checkpoints, placement, short_of_disk, spill_room
 
 #: How often to check whether a question still needs an answer.
 LOOK_SECONDS = 0.25
 #: Ids of calls that were run, so that none is run again.
 REMEMBERED_CALLS = 1000
 OPEN_LOOK_SECONDS = 0.1
+FREE_THE_DISK = "try again later, and tell the operator that the disk of this host is nearly full"
+#: Of what waits on disk for one session.
+WAITING_MOST_BYTES = 4 << 30
 #: Of one call.
 LAUNCHES_MOST = 1 << 32
 SET_OPENINGS = "sublet.leases.current:set_openings_sealed"
@@ -74,11 +80,14 @@ class HeldSession:
         self._start = start
         self._log = log
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # one call at a time
-        self._running: CallRecord | None = None
+        self._calls = CallQueue()
+        #: What clients send and load is kept here while it waits.
+        self.room = spill_room(settings, WAITING_MOST_BYTES)
+        self._loaded: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
         self._lease: Lease | None = None
         self._worker: Worker | None = None
         self._given_up: Lease | None = None
+        self._stopped: Worker | None = None
         self._opening = False
         self._opened = threading.Event()
         self._number = 0
@@ -135,6 +144,32 @@ class HeldSession:
         threading.Thread(
             target=self._open, args=(session, number), name=f"opens-{session.id}", daemon=True
         ).start()
+
+    @property
+    def scratch(self) -> tuple[str, int] | None:
+        """The folder of its worker's files, and the worker's supervisor."""
+        worker = self._worker
+        if not isinstance(worker, HasScratch) or not worker.scratch:
+            return None
+        return worker.scratch, worker.holder.pid
+
+    def stop(self, why: str) -> None:
+        """Ends its worker and its lease, and says why in both. It can be resumed, with a new worker."""
+        lease, worker = self._lease, self._worker
+        if worker is None or worker is self._stopped:
+            return
+        self._stopped = worker
+        self._log(f"session {self.session.id} is stopped: {why}")
+
+        def end() -> None:
+            with contextlib.suppress(SubletError):  # a ledger that cannot be written to must not keep it
+                if lease is not None:
+                    self._ledger.revoke(
+                        lease.id, reason=EndReason.REVOKED, detail=why, grace_us=0, actor="session host"
+                    )
+            worker.end(why)
+
+        threading.Thread(target=end, name="stops", daemon=True).start()
 
     def answer(self, said: OfferAnswer) -> None:
         """Answers the current offer, and any other that comes while this lease waits."""
@@ -196,6 +231,9 @@ class HeldSession:
 
     def _acquired(self, session: StudioSession, lease_id: str) -> Lease:
         placed = placement(self._settings)
+        why = short_of_disk(self._settings)
+        if why:
+            raise Refused(why, remedy=FREE_THE_DISK)
         request = GpuRequest(
             self._settings,
             replace(session.request, host="" if placed is not None else self._settings["host"]),
@@ -300,13 +338,27 @@ class HeldSession:
                     remedy="make a new call with a new id",
                 )
             record = CallRecord(call)
+            self._calls.enter(record)
             self._records[call] = record
-            while len(self._records) > REMEMBERED_CALLS:
-                self._records.popitem(last=False)
-        threading.Thread(
+            if len(self._records) > REMEMBERED_CALLS:
+                del self._records[next(c for c, r in self._records.items() if r is None or r.over)]
+        runs = threading.Thread(
             target=self._run, args=(record, target, parts), name=f"calls-{self.session.id}", daemon=True
-        ).start()
+        )
+        try:
+            runs.start()
+        except RuntimeError:  # no room for another thread
+            self._calls.leave(record)
+            with self._lock:
+                del self._records[call]
+            raise TooMany("the host has no room for another call now; nothing was begun") from None
         return record
+
+    def check_room(self, call: str) -> None:
+        """Called before the parts of a call are read; raises `TooMany` when it would have to wait, and enough
+        others do."""
+        if call not in self._records:
+            self._calls.check_room()
 
     def _wait_for_worker(self) -> None:
         """Waits for the worker of a granted lease, which is active in the ledger a moment before its worker
@@ -335,34 +387,44 @@ class HeldSession:
 
     def _run(self, record: CallRecord, target: str, parts: Sequence[Bytes]) -> None:
         began = time.monotonic()
-        with self._turn:
-            self._running = record
-            self._forget_others(record)
-            errors = launches = 0
-            try:
-                lease = self._check()
-                before = lease.launches
-                fine, answer = lease.run_sealed(TARGETS[target], parts, _HostedCallSink(self, record))
-                errors = int(not fine)
-                # The worker is the user's and counts its own launches: bound the number before the ledger
-                # adds it.
-                launches = min(max(0, lease.launches - before), LAUNCHES_MOST)
-                head = {
-                    "ok": fine,
-                    "parts": len(answer),
-                    "launches": launches,
-                    "seconds": round(time.monotonic() - began, 6),
-                }
-                record.say(frames.DONE, frames.packed_head(head), answer, last=True)
-            except SubletError as e:
-                errors = 1
-                record.say(frames.FAIL, frames.packed_head(told(e)), last=True)
-            except Exception as e:
-                errors = 1
-                self._log(f"session {self.session.id}: a call failed: {type(e).__name__}: {e}")
-                record.say(frames.FAIL, frames.packed_head(told(SubletError("the call failed"))), last=True)
+        try:
+            with self._calls.turn(record):
+                errors, launches = self._run_now(record, target, parts, began)
+        except Stale as e:
+            record.say(frames.FAIL, frames.packed_head(told(e)), last=True)
+            return
         with contextlib.suppress(SubletError):
             self._ledger.note_session(self.session.id, calls=1, errors=errors, launches=launches)
+
+    def _run_now(
+        self, record: CallRecord, target: str, parts: Sequence[Bytes], began: float
+    ) -> tuple[int, int]:
+        """Runs a call whose turn it is; returns the errors and launches to count."""
+        self._forget_others(record)
+        errors = launches = 0
+        try:
+            lease = self._check()
+            before = lease.launches
+            fine, answer = lease.run_sealed(TARGETS[target], parts, _HostedCallSink(self, record))
+            errors = int(not fine)
+            # The worker is the user's and counts its own launches: bound the number before the ledger
+            # adds it.
+            launches = min(max(0, lease.launches - before), LAUNCHES_MOST)
+            head = {
+                "ok": fine,
+                "parts": len(answer),
+                "launches": launches,
+                "seconds": round(time.monotonic() - began, 6),
+            }
+            record.say(frames.DONE, frames.packed_head(head), answer, last=True)
+        except SubletError as e:
+            errors = 1
+            record.say(frames.FAIL, frames.packed_head(told(e)), last=True)
+        except Exception as e:
+            errors = 1
+            self._log(f"session {self.session.id}: a call failed: {type(e).__name__}: {e}")
+            record.say(frames.FAIL, frames.packed_head(told(SubletError("the call failed"))), last=True)
+        return errors, launches
 
     def _forget_others(self, record: CallRecord) -> None:
         """Drops the records of earlier calls, which are kept until the next call begins."""
@@ -381,12 +443,13 @@ class HeldSession:
         """Interrupts the running call or the named one; one that has not begun stops as it begins."""
         worker = self._worker
         with self._lock:
-            going = [r for r in (self._running, *self._records.values()) if r is not None and not r.over]
+            running = self._calls.running
+            going = [r for r in (running, *self._records.values()) if r is not None and not r.over]
         meant = next((r for r in going if call in ("", r.call)), None)
         if worker is None or meant is None:
             raise Stale("no such call runs", remedy="nothing to do: it is over")
         meant.interrupted = True
-        if meant is self._running:
+        if meant is self._calls.running:
             worker.interrupt()
 
     # questions
@@ -440,6 +503,9 @@ class HeldSession:
         """Saves a state; returns its version and the bytes written."""
         self._wait_for_worker()
         lease = self._check_saving()
+        why = short_of_disk(self._settings, memoryview(data).nbytes)
+        if why:
+            raise NotDurable(f"nothing was saved: {why}; the save before is untouched", remedy=FREE_THE_DISK)
         with self._turn_of_store() as store:
             saved = save_state(store, self._ledger, self.job, data, lease)
         with contextlib.suppress(SubletError):
@@ -447,8 +513,20 @@ class HeldSession:
         return saved.version, saved.bytes_written
 
     def load(self, version: int | None) -> Bytes | None:
+        """The saved bytes. Those who load the same version at the same time share one copy, on disk when it
+        is large."""
         with self._turn_of_store() as store:
-            return load_state(store, self._ledger, self.job, version)
+            head = self._ledger.head(self.job)
+            if head is None:
+                return None
+            version = version or head.version
+            kept = self._loaded.get(version)
+            if kept is None:
+                found = load_state(store, self._ledger, self.job, version)
+                if found is None:
+                    return None
+                self._loaded[version] = kept = self.room.put(found)
+            return kept
 
     @property
     def job(self) -> str:

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from sublet.core.errors import Disconnected, InvariantBroken, NotFound, SubletError
+from sublet.core.studio.scratch_quota import scratch_limit
 from sublet.core.studio.session import StudioSession
 from sublet.core.studio.session_reconcile import ActionKind, SessionAction, session_actions
 from sublet.core.values import DAY_US
@@ -33,6 +34,7 @@ from sublet.settings import Settings, load_settings
 from sublet.studio.holder import finding
 from sublet.studio.holder.admission import admitted
 from sublet.studio.holder.held_session import HeldSession
+from sublet.studio.holder.scratch_watch import ScratchWatch
 from sublet.studio.holder.serving import SessionHostServer
 from sublet.wiring import CLOCK, open_ledger, tenant_workers
 
@@ -139,6 +141,10 @@ class SessionHost:
         worker = tenant_workers(self._settings, self._numbers.of(session.tenant)).start()
         return admitted(self._settings, self._ledger, worker, session.tenant)
 
+    def sessions(self) -> list[HeldSession]:
+        with self._lock:
+            return list(self._sessions.values())
+
     def held_session(self, session_id: str, tenant: str) -> HeldSession:
         with self._lock:
             held = self._sessions.get(session_id)
@@ -185,6 +191,14 @@ def main() -> int:
                 settings.home / "run", finding.socket_name(settings), session_host, beats, _log
             )
             server.start()
+            ScratchWatch(
+                session_host.sessions,
+                settings.home,
+                scratch_limit(settings["scratch_limit"]),
+                settings["disk_reserve"],
+                beats,
+                _log,
+            ).start()
             watch = LoopWatch(beats, fd, path, settings.home, _log, has_deadlines=session_host.holds_leases)
             with watch:
                 watch.say_ready()

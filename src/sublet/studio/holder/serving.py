@@ -15,12 +15,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from sublet.core.errors import BadInput, Disconnected, NotFound, SubletError
 from sublet.core.studio import frames
+from sublet.machine.spill import SpillRoom
 from sublet.processes.channel.channel import reachable
 from sublet.processes.loop_watch import LoopBeats
 from sublet.studio.holder.call_record import CHUNK_BYTES, Bytes, CallRecord
@@ -32,6 +33,8 @@ SILENCE_SECONDS = 60.0
 CONNECTIONS_MOST = 2048
 PAUSE_SECONDS = 0.1
 ACCEPT_SECONDS = 5.0
+#: Pieces that are read of a request that was refused.
+DISCARDS_MOST = 4096
 ACCEPTS = "accepts"
 _PEER = struct.Struct("3i")
 
@@ -97,6 +100,7 @@ class SessionHostServer:
                     HostOperation(sock, self._sessions).run()
                 except SubletError as e:
                     _send(sock, [frames.head_frame(frames.FAIL, told(e))])
+                    _discard_rest(sock)
         except OSError:
             pass  # it went away
         except Exception as e:
@@ -106,8 +110,19 @@ class SessionHostServer:
 
 
 def _send(sock: socket.socket, pieces: Iterable[Bytes]) -> None:
+    """In small pieces, because the socket's timeout is for each of them: who still reads is not gone."""
     for piece in pieces:
-        sock.sendall(piece)
+        view = memoryview(piece)
+        for at in range(0, view.nbytes, CHUNK_BYTES):
+            sock.sendall(view[at : at + CHUNK_BYTES])
+
+
+def _discard_rest(sock: socket.socket) -> None:
+    """Reads what was refused to its end: closing a connection with bytes unread takes the refusal with it."""
+    sock.shutdown(socket.SHUT_WR)
+    for _ in range(DISCARDS_MOST):
+        if not sock.recv(CHUNK_BYTES):
+            return
 
 
 class HostOperation:
@@ -116,14 +131,10 @@ class HostOperation:
     def __init__(self, sock: socket.socket, sessions: SessionLookup) -> None:
         self._sock = sock
         self._sessions = sessions
-        self._frames = frames.FrameReader(frames.REQUEST_KINDS)
-        self._waiting: list[tuple[int, bytes]] = []
+        self._unread = b""
 
     def run(self) -> None:
-        kind, data = self._next()
-        if kind != frames.HEAD:
-            raise BadInput("an operation begins with its head")
-        head = frames.read_head(data)
+        head = frames.read_head(b"".join(self._payload(self._begun(frames.HEAD))))
         op = frames.text_of(head, "op", most=20)
         work = {
             "ping": self._ping,
@@ -137,22 +148,39 @@ class HostOperation:
             raise BadInput(f"there is no operation {op!r}")
         work(head)
 
-    def _next(self) -> tuple[int, bytes]:
-        while not self._waiting:
-            data = self._sock.recv(CHUNK_BYTES)
-            if not data:
-                raise Disconnected("the connection was cut before the request was whole; nothing was begun")
-            self._waiting = self._frames.feed(data)
-        return self._waiting.pop(0)
+    def _begun(self, kind: int) -> int:
+        """Reads a frame's header; returns its length."""
+        while len(self._unread) < frames.HEADER.size:
+            self._unread += self._received()
+        found, length = frames.HEADER.unpack_from(self._unread)
+        if found != kind:
+            raise BadInput(f"a frame of kind {found} came where one of kind {kind} was expected")
+        frames.header(kind, length)  # refuses what its kind may not have
+        self._unread = self._unread[frames.HEADER.size :]
+        return int(length)
 
-    def _parts(self, head: dict[str, Any]) -> list[Bytes]:
-        found: list[Bytes] = []
+    def _payload(self, length: int) -> Iterator[bytes]:
+        """The bytes of a frame as they come."""
+        while length:
+            data = self._unread or self._received()
+            piece, self._unread = data[:length], data[length:]
+            length -= len(piece)
+            yield piece
+
+    def _received(self) -> bytes:
+        data = self._sock.recv(CHUNK_BYTES)
+        if not data:
+            raise Disconnected("the connection was cut before the request was whole; nothing was begun")
+        return data
+
+    def _parts(self, head: dict[str, Any], room: SpillRoom) -> list[Bytes]:
+        collected = room.collect()
         for _ in range(frames.count_of(head, "parts", default=0)):
-            kind, data = self._next()
-            if kind != frames.PART:
-                raise BadInput("a part was expected")
-            found.append(data)
-        return found
+            length = self._begun(frames.PART)
+            collected.begin(length)
+            for piece in self._payload(length):
+                collected.write(piece)
+        return list(collected.done())
 
     def _held_session(self, head: dict[str, Any]) -> HeldSession:
         return self._sessions.held_session(
@@ -170,17 +198,23 @@ class HostOperation:
         call = frames.call_id_of(head)
         target = frames.text_of(head, "target", most=20, default="code")
         after = frames.count_of(head, "after", most=1 << 62, default=0)
-        parts = self._parts(head)
+        if head.get("attach") is not True:
+            held.check_room(call)
+        parts = self._parts(head, held.room)
         attach = frames.flag_of(head, "attach", default=not parts)
         self._follow(held.call(call, target, parts, attach=attach), after)
 
     def _follow(self, record: CallRecord, at: int) -> None:
         """Sends the call's output until the call is over or nobody reads."""
-        gap = record.gap(at)
-        if gap:
-            _send(self._sock, [frames.head_frame(frames.GAP, {"to": gap})])
-            at = gap
+        with record.listened_to():
+            self._send_record(record, at)
+
+    def _send_record(self, record: CallRecord, at: int) -> None:
         while not record.ended_at(at):
+            gap = record.gap(at)  # also of a reader that was overtaken by a faster one
+            if gap:
+                _send(self._sock, [frames.head_frame(frames.GAP, {"to": gap})])
+                at = gap
             pieces, reached = record.read(at, BEAT_SECONDS)
             if not pieces:
                 _send(self._sock, [frames.frame(frames.BEAT)])
@@ -193,7 +227,10 @@ class HostOperation:
         held = self._held_session(head)
         number = frames.count_of(head, "number", most=1 << 31)
         held.tell(
-            frames.call_id_of(head), number, frames.flag_of(head, "ok", default=True), self._parts(head)
+            frames.call_id_of(head),
+            number,
+            frames.flag_of(head, "ok", default=True),
+            self._parts(head, held.room),
         )
         self._done({})
 
@@ -202,10 +239,11 @@ class HostOperation:
         self._done({})
 
     def _save(self, head: dict[str, Any]) -> None:
-        parts = self._parts(head)
+        held = self._held_session(head)
+        parts = self._parts(head, held.room)
         if len(parts) != 1:
             raise BadInput("a state is one part")
-        version, written = self._held_session(head).save(parts[0])
+        version, written = held.save(parts[0])
         self._done({"version": version, "bytes_written": written})
 
     def _load(self, head: dict[str, Any]) -> None:

@@ -14,18 +14,18 @@ import json
 import math
 import re
 import secrets
-import tempfile
 from collections.abc import AsyncIterator, Callable
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sublet.core.errors import BadInput, Elsewhere, LeaseLost, NotFound, TokenExpired, TokenRevoked
+from sublet.core.errors import BadInput, Elsewhere, LeaseLost, NotFound, TokenExpired, TokenRevoked, TooLarge
 from sublet.core.studio import frames
 from sublet.core.studio.session import SessionStatus
 from sublet.core.studio.token import Credential
+from sublet.machine.spill import SpillRoom
 from sublet.studio.edge.auth import Access, BodyLimit, credential, terms
 from sublet.studio.edge.relay import (
     CHUNK_BYTES,
@@ -45,8 +45,10 @@ from sublet.studio.service import Service
 FRAMES_TYPE = "application/x-sublet-frames"
 LINES_TYPE = "application/x-ndjson"
 STATE_TYPE = "application/octet-stream"
-#: Above this size a body without a head is kept on disk until its parts are counted.
-SPOOL_BYTES = 8 << 20
+#: Of a body whose size its request does not say: more than any may have.
+UNKNOWN_BYTES = 1 << 62
+#: Of what an exception says of itself.
+ERROR_MOST_BYTES = 16 << 20
 #: After this long without output a call is answered with the beginning of a stream.
 FIRST_SECONDS = 1.0
 #: How soon a silent call lets the service leave.
@@ -155,7 +157,7 @@ class CallRoutes:
         }
         operation = await self._service.relay.begin()
         try:
-            await _send_body(operation, request, head)
+            await _send_body(operation, request, head, self._service.room_of(who.tenant))
             pieces, held = await self._followed(operation, head, who)
         except BaseException:
             operation.close()
@@ -180,7 +182,7 @@ class CallRoutes:
             "ok": ok,
         }
         async with self._service.relay.operation() as operation:
-            await _send_body(operation, request, head)
+            await _send_body(operation, request, head, self._service.room_of(who.tenant))
             await operation.answer(frames.HEAD_MOST_BYTES)
         return Json({"call": call, "number": int(number)})
 
@@ -199,7 +201,7 @@ class CallRoutes:
         session_id, who = await self._here(request)
         head = {"op": "save", "session": session_id, "tenant": who.tenant, "parts": 1}
         async with self._service.relay.operation() as operation:
-            await _send_bytes(operation, request, head)
+            await _send_bytes(operation, request, head, self._service.room_of(who.tenant))
             done, _ = await operation.answer(frames.HEAD_MOST_BYTES)
         return Json({"version": done.get("version"), "bytes_written": done.get("bytes_written")})
 
@@ -321,9 +323,11 @@ def call_id_of(text: str) -> str:
 # --- bodies in ---
 
 
-async def _send_body(operation: RelayedOperation, request: Request, head: dict[str, Any]) -> None:
+async def _send_body(
+    operation: RelayedOperation, request: Request, head: dict[str, Any], room: SpillRoom
+) -> None:
     """Sends the client's frames behind a head of ours. If the client sent a head they pass as they come,
-    otherwise they are spooled and counted first; they are never held in memory whole."""
+    otherwise they wait in the tenant's room and are counted first; they are never held in memory whole."""
     pieces = request.stream()
     said, rest = await _head_first(pieces)
     parts = FrameFollower((frames.PART,))
@@ -341,15 +345,16 @@ async def _send_body(operation: RelayedOperation, request: Request, head: dict[s
         if not parts.whole or counted < to_come:
             raise BadInput("fewer parts came than the head said; nothing was begun")
         return
-    with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as kept:
-        async for data in _after(rest, pieces):
-            counted += sum(1 for _ in parts.watch(data))
-            kept.write(data)
-        if not parts.whole:
-            raise BadInput("the body ends in the middle of a frame; nothing was begun")
-        extra = {"target": "pickled", "attach": counted == 0} if head["op"] == "call" else {}
-        await operation.send([frames.head_frame(frames.HEAD, {**head, **extra, "parts": counted})])
-        await _send_kept(operation, kept)
+    kept = room.collect()
+    kept.begin(_length_of(request))
+    async for data in _after(rest, pieces):
+        counted += sum(1 for _ in parts.watch(data))
+        kept.write(data)
+    if not parts.whole:
+        raise BadInput("the body ends in the middle of a frame; nothing was begun")
+    extra = {"target": "pickled", "attach": counted == 0} if head["op"] == "call" else {}
+    await operation.send([frames.head_frame(frames.HEAD, {**head, **extra, "parts": counted})])
+    await _send_kept(operation, kept.done()[0])
 
 
 async def _head_first(pieces: AsyncIterator[bytes]) -> tuple[dict[str, Any] | None, bytes]:
@@ -377,10 +382,14 @@ async def _after(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[by
             yield data
 
 
-async def _send_kept(operation: RelayedOperation, kept: IO[bytes]) -> None:
-    kept.seek(0)
-    while data := kept.read(CHUNK_BYTES):
-        await operation.send([data])
+async def _send_kept(operation: RelayedOperation, kept: memoryview) -> None:
+    for at in range(0, kept.nbytes, CHUNK_BYTES):
+        await operation.send([kept[at : at + CHUNK_BYTES]])
+
+
+def _length_of(request: Request) -> int:
+    said = request.headers.get("content-length", "")
+    return int(said) if said.isdecimal() else UNKNOWN_BYTES
 
 
 def _taken_from(said: dict[str, Any]) -> dict[str, Any]:
@@ -394,7 +403,9 @@ def _taken_from(said: dict[str, Any]) -> dict[str, Any]:
     return taken
 
 
-async def _send_bytes(operation: RelayedOperation, request: Request, head: dict[str, Any]) -> None:
+async def _send_bytes(
+    operation: RelayedOperation, request: Request, head: dict[str, Any], room: SpillRoom
+) -> None:
     """Sends a body as one part, whose length must be known before it is sent on."""
     length = request.headers.get("content-length", "")
     if length.isdecimal():
@@ -403,11 +414,13 @@ async def _send_bytes(operation: RelayedOperation, request: Request, head: dict[
             if data:
                 await operation.send([data])
         return
-    with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as kept:
-        async for data in request.stream():
-            kept.write(data)
-        await operation.send([frames.head_frame(frames.HEAD, head), frames.header(frames.PART, kept.tell())])
-        await _send_kept(operation, kept)
+    kept = room.collect()
+    kept.begin(UNKNOWN_BYTES)
+    async for data in request.stream():
+        kept.write(data)
+    (whole,) = kept.done()
+    await operation.send([frames.head_frame(frames.HEAD, head), frames.header(frames.PART, whole.nbytes)])
+    await _send_kept(operation, whole)
 
 
 # --- answers out ---
@@ -457,13 +470,14 @@ async def _rest(operation: RelayedOperation, first: bytes, size: int) -> AsyncIt
 
 
 async def _as_lines(pieces: AsyncIterator[bytes], call: str, request_id: str) -> AsyncIterator[bytes]:
-    """Turns frames into lines of JSON, for people and pages."""
-    reader = frames.FrameReader(frames.ANSWER_KINDS)
+    """Turns frames into lines of JSON, for people and pages. It ends with the last line: parts of an answer
+    that nobody is shown are not read."""
+    reader = frames.FrameReader(frames.ANSWER_KINDS, part_most=ERROR_MOST_BYTES)
     done: dict[str, Any] | None = None
     over = False
     async for data in pieces:
         lines: list[bytes] = []
-        for kind, payload in reader.feed(data):
+        for kind, payload in _fed(reader, data):
             if kind in (frames.OUT, frames.ERR):
                 stream = "stdout" if kind == frames.OUT else "stderr"
                 lines.append(
@@ -493,14 +507,23 @@ async def _as_lines(pieces: AsyncIterator[bytes], call: str, request_id: str) ->
                 lines.append(b'{"kind":"beat"}')
         if lines:
             yield b"\n".join(lines) + b"\n"
-    if not over:
-        lost = {
-            "code": "disconnected",
-            "message": "the stream was cut; the call goes on",
-            "remedy": f"follow it with POST …/calls?call={call}",
-            "id": request_id,
-        }
-        yield dumped({"kind": "failed", "error": lost}) + b"\n"
+        if over:
+            return
+    lost = {
+        "code": "disconnected",
+        "message": "the stream was cut; the call goes on",
+        "remedy": f"follow it with POST …/calls?call={call}",
+        "id": request_id,
+    }
+    yield dumped({"kind": "failed", "error": lost}) + b"\n"
+
+
+def _fed(reader: frames.FrameReader, data: bytes) -> list[tuple[int, bytes]]:
+    """A frame that is larger than its kind may be shown as is the call's end."""
+    try:
+        return reader.feed(data)
+    except TooLarge as e:
+        return [(frames.FAIL, frames.packed_head({"code": e.code, "message": e.message, "remedy": e.remedy}))]
 
 
 def _display_line(payload: bytes) -> bytes:

@@ -18,7 +18,7 @@ SCHEMA = "sublet-session-state-1"
 
 
 def save_state(
-    store: CheckpointStore, ledger: Ledger, job: str, data: bytes | memoryview, lease: Lease
+    store: CheckpointStore, ledger: Ledger, job: str, data: bytes | bytearray | memoryview, lease: Lease
 ) -> Saved:
     head = ledger.head(job)
     return store.save(

@@ -43,6 +43,8 @@ SETTLE_SECONDS = 0.25
 BEAT_SECONDS = 15.0
 #: A client that missed more rows than this gets a `gap` and reloads everything instead.
 BACKLOG_ROWS = 20_000
+#: What an event that waits costs beside its bytes, about.
+EVENT_OVERHEAD = 200
 
 
 class JournalOrder:
@@ -76,21 +78,25 @@ class JournalOrder:
 
 
 class EventListener:
-    def __init__(self, who: Credential, most: int) -> None:
+    def __init__(self, who: Credential, most: int, most_bytes: int) -> None:
         self.who = who
         self.tenant = "" if is_operator(who) else who.tenant
         self.ended = ""  # why, when it is over
         self._most = most
+        self._most_bytes = most_bytes
+        self._bytes = 0
         self._items: deque[tuple[int, bytes]] = deque()
         self._woken = asyncio.Event()
 
     def put(self, number: int, event: bytes) -> None:
         if self.ended:
             return
-        if len(self._items) >= self._most:
+        size = len(event) + EVENT_OVERHEAD
+        if len(self._items) >= self._most or (self._items and self._bytes + size > self._most_bytes):
             self.end("gap")
             return
         self._items.append((number, event))
+        self._bytes += size
         self._woken.set()
 
     def end(self, why: str) -> None:
@@ -108,6 +114,7 @@ class EventListener:
                 return []
         taken = list(self._items)
         self._items.clear()
+        self._bytes = 0
         return taken
 
 
@@ -323,7 +330,7 @@ def add_events(router: APIRouter, service: Service) -> None:
         after = resume_point(request)
         service.streams.enter(who.tenant)
         over = service.meters.own.stream("events")
-        listener = EventListener(who, service.limits.stream_events)
+        listener = EventListener(who, service.limits.stream_events, service.limits.stream_bytes)
         hold = service.tokens.join(TokenHold(who.token_id, lambda why: listener.end(f"token_{why}")))
         if service.leaving:
             listener.end("leaving")
