@@ -40,6 +40,7 @@ RULES = (
     "A1",
     *(f"X{n}" for n in range(1, 5)),
     "I4",
+    "I5",
 )
 #: A test that takes longer than this under a mutant counts as hung.
 SECONDS = 240
@@ -335,6 +336,23 @@ MUTANTS = (
         "tests/core/leasing/test_heartbeats.py"),
     one("a warden nobody can find stays", "I4", "core/leasing/heartbeats.py",
         "    if not findable:\n", "    if False:\n", "tests/core/leasing/test_heartbeats.py"),
+    one("a ledger behind its stamp writes", "I5", "core/leasing/stamp.py",
+        "    if not stamp.ledger_id or (stamp.ledger_id == ledger_id and state >= stamp.state):\n",
+        "    if not stamp.ledger_id or stamp.ledger_id == ledger_id:\n",
+        "tests/ledger/engines/sqlite/test_stamp.py::test_an_old_copy_put_back"),
+    one("a copy without a stamp is a ledger", "I5", "core/leasing/stamp.py",
+        "        return \"the ledger has no stamp beside it that can be read: it may be a copy from the past\"\n", "        return \"\"\n",
+        "tests/ledger/engines/sqlite/test_stamp.py::test_a_copy_elsewhere"),
+    one("the stamp is raised before the disk has it", "I5", "ledger/engines/sqlite/engine.py",
+        "        connection.sync()\n        if committed[0]:\n            self._stamp.raise_to(*committed)\n",
+        "        if committed[0]:\n            self._stamp.raise_to(*committed)\n        connection.sync()\n",
+        "tests/ledger/engines/sqlite/test_stamp.py::test_the_stamp_is_never_ahead_of_what_the_disk_has"),
+    one("a new ledger is made where one was lost", "I5", "ledger/engines/sqlite/engine.py",
+        "        if known is not None and known.ledger_id and not _version_of(path):\n", "        if False:\n",
+        "tests/ledger/engines/sqlite/test_stamp.py::test_a_file_that_is_gone"),
+    one("a restore forgets what the stamp knows", "L1", "ledger/verbs/leasing/after_restore.py",
+        "    pool.epoch = max(pool.epoch, highest_epoch)\n", "",
+        "tests/ledger/engines/sqlite/test_stamp.py::test_a_restore_under_a_clock_that_is_behind"),
 )  # fmt: skip
 
 

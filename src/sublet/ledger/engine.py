@@ -16,6 +16,10 @@ class Engine(Protocol):
     """Implemented in `engines/sqlite` and `engines/postgres`."""
 
     def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T: ...
+    def write_restored(self, work: Callable[[Tx, int], T]) -> T:
+        """As a durable `write`, also on a ledger from the past, which is the ledger from then on. `work` is
+        told the highest epoch that is known to have been granted."""
+
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T: ...
     def at_once(self, work: Callable[[], T]) -> T:
         """Every `read` of this thread inside `work` belongs to one transaction."""

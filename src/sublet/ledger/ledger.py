@@ -424,7 +424,7 @@ class SqlLedger(BlockVerbs, StudioVerbs, ItemVerbs):
         return self.engine.describe()
 
     def mark_restored(self, *, actor: str) -> int:
-        return self.engine.write(lambda tx: after_restore.mark_restored(tx, actor), durable=True)
+        return self.engine.write_restored(lambda tx, epoch: after_restore.mark_restored(tx, actor, epoch))
 
     def identity(self) -> Identity:
         return self.engine.read(after_restore.identity)

@@ -213,6 +213,10 @@ class PostgresEngine:
             self.ring(tx.rings)
         return result
 
+    def write_restored(self, work: Callable[[Tx, int], T]) -> T:
+        # Nothing outside of the database knows what it granted.
+        return self.write(lambda tx: work(tx, tx.pool.epoch), durable=True)
+
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T:
         around: Tx | None = getattr(self._local, "around", None)
         if around is not None:

@@ -19,11 +19,36 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 
 
+def file_system_of(path: Path, mounts: str | None = None) -> str:
+    """The file system type a path lies on, from the kernel's mount table."""
+    text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for line in text.splitlines():
+        parts = line.split(" ")
+        if len(parts) < 3:
+            continue
+        point = parts[1].replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, parts[2]
+    return kind
+
+
+def check_place(path: Path) -> None:
+    kind = file_system_of(path.parent)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise Misconfigured(
+            f"the ledger would lie on a network file system ({kind}), where file locks do not protect it",
+            remedy="set SUBLET_LEDGER to a local path, or to postgresql://… to share it between hosts",
+        )
+
+
 def make_ledger_private(path: Path) -> None:
     """SQLite gives its log and its index the mode of the ledger itself, so that is made first."""
     try:
         make_private_file(path)
-        for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        for name in (path, *(Path(f"{path}-{end}") for end in ("wal", "shm", "stamp"))):
             tighten(name)
         writable = os.access(path, os.R_OK | os.W_OK)
         why = "it belongs to somebody else"
