@@ -353,6 +353,9 @@ MUTANTS = (
     one("a restore forgets what the stamp knows", "L1", "ledger/verbs/leasing/after_restore.py",
         "    pool.epoch = max(pool.epoch, highest_epoch)\n", "",
         "tests/ledger/engines/sqlite/test_stamp.py::test_a_restore_under_a_clock_that_is_behind"),
+    one("the name of a removed tenant is free", "T1", "core/leasing/tenancy.py",
+        "    if former and not returning:\n", "    if False:\n",
+        "tests/ledger/verbs/billing/test_tenants.py::test_the_name_of_a_removed_tenant_is_not_given_to_another"),
 )  # fmt: skip
 
 

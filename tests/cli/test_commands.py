@@ -291,6 +291,17 @@ def test_a_backup_put_back_fences_old_holders(home: Home, tmp_path) -> None:
     assert sublet(home, "journal", "verify").returncode == 0
 
 
+def test_a_removed_tenants_name_stays_reserved(home: Home) -> None:
+    """T1: who is added under it later would see what the removed one had."""
+    assert sublet(home, "tenant", "add", "ada").returncode == 0
+    removed = sublet(home, "tenant", "rm", "ada")
+    assert "its name stays reserved" in removed.stdout
+    refused = sublet(home, "tenant", "add", "ada")
+    assert refused.returncode == 2
+    assert "the name ada is reserved" in refused.stderr
+    assert sublet(home, "tenant", "add", "ada", "--returning").returncode == 0
+
+
 def test_a_ledger_from_the_past_is_read_and_not_written(home: Home, tmp_path) -> None:
     """I5: an old copy put back by hand is refused in words by everything that writes, until somebody says so."""
     first = as_json(home, "lease", "acquire", "--ttl", "10m")

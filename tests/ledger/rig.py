@@ -27,6 +27,7 @@ TABLES = [
     "meta",
     "pool",
     "tenant",
+    "former_tenant",
     "token",
     "studio_session",
     "session_lease",

@@ -308,7 +308,11 @@ class Ledger(ItemLedger, Protocol):
     # tenants: called by operators
     def tenants(self) -> list[Tenant]: ...
     def tenant(self, name: str) -> Tenant: ...
-    def add_tenant(self, tenant: Tenant, *, actor: str, exist_ok: bool = False) -> Tenant: ...
+    def add_tenant(
+        self, tenant: Tenant, *, actor: str, exist_ok: bool = False, returning: bool = False
+    ) -> Tenant:
+        """The name of a removed tenant is refused, unless it is `returning` to what it had."""
+
     def set_tenant(
         self,
         name: str,

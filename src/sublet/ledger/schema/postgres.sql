@@ -46,6 +46,12 @@ CREATE TABLE tenant (
     max_storage_bytes BIGINT NOT NULL DEFAULT 0 CHECK (max_storage_bytes >= 0)
 ) WITH (fillfactor = 50);
 
+-- Names of tenants that were removed. What they had is kept under the name, so nobody else gets it.
+CREATE TABLE former_tenant (
+    name TEXT PRIMARY KEY,
+    removed_at BIGINT NOT NULL
+);
+
 CREATE TABLE host (
     name TEXT PRIMARY KEY,
     seen_at BIGINT NOT NULL

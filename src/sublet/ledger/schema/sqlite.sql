@@ -49,6 +49,12 @@ CREATE TABLE tenant (
     max_storage_bytes INTEGER NOT NULL DEFAULT 0 CHECK (max_storage_bytes >= 0)
 ) STRICT, WITHOUT ROWID;
 
+-- Names of tenants that were removed. What they had is kept under the name, so nobody else gets it.
+CREATE TABLE former_tenant (
+    name TEXT PRIMARY KEY,
+    removed_at INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE host (
     name TEXT PRIMARY KEY,
     seen_at INTEGER NOT NULL

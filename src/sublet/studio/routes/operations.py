@@ -94,7 +94,9 @@ class OperatorRoutes:
         given: dict[str, Any] = {name: value for name, value in body.changes().items() if value is not None}
         made = await self._service.work(
             lambda: self._ledger.add_tenant(
-                Tenant(name=check_name(body.name, what="tenant"), **given), actor=actor_of(request)
+                Tenant(name=check_name(body.name, what="tenant"), **given),
+                actor=actor_of(request),
+                returning=body.returning,
             )
         )
         return Json(tenant_json(made, 0, None), 201)

@@ -14,6 +14,7 @@ import pytest
 
 from sublet.core.errors import BadInput, NotFound, QuotaReached, Stale
 from sublet.core.leasing.lease import EndReason, Request
+from sublet.core.leasing.tenancy import Tenant
 from sublet.core.studio.session import SessionStatus, job_of
 from sublet.ledger.ledger import SqlLedger
 from sublet.ledger.verbs.studio import sessions as session_verbs
@@ -519,7 +520,7 @@ def test_a_tenant_goes_only_without_open_sessions_and_its_successor_sees_none(po
         pool.ledger.remove_tenant("bob", actor="op")
     pool.ledger.end_session(made.session.id, "bob", detail="", actor="op")
     pool.ledger.remove_tenant("bob", actor="op")
-    pool.tenant("bob")
+    pool.ledger.add_tenant(Tenant(name="bob"), actor="op", returning=True)
     assert pool.ledger.sessions(tenant="bob", open_only=False) == []
     with pytest.raises(NotFound):
         look(pool, made, "bob")
