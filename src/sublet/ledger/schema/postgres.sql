@@ -416,6 +416,17 @@ CREATE TABLE journal (
     hash TEXT NOT NULL
 );
 
+-- Refusals of the last minute, which are written one by one up to a number and then in one row.
+CREATE TABLE refusal_tally (
+    tenant TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    code TEXT NOT NULL,
+    since BIGINT NOT NULL,
+    counted BIGINT NOT NULL,  -- that had a row each
+    more BIGINT NOT NULL,     -- that had none
+    PRIMARY KEY (tenant, kind, code)
+);
+
 -- Where each strand continues after rows were removed from its beginning. A row of the main strand carries
 -- the digest of this table.
 CREATE TABLE pruned (

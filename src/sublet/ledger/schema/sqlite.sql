@@ -421,6 +421,17 @@ CREATE TABLE journal (
     hash TEXT NOT NULL
 ) STRICT;
 
+-- Refusals of the last minute, which are written one by one up to a number and then in one row.
+CREATE TABLE refusal_tally (
+    tenant TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    code TEXT NOT NULL,
+    since INTEGER NOT NULL,
+    counted INTEGER NOT NULL,  -- that had a row each
+    more INTEGER NOT NULL,     -- that had none
+    PRIMARY KEY (tenant, kind, code)
+) STRICT, WITHOUT ROWID;
+
 -- Where each strand continues after rows were removed from its beginning. A row of the main strand carries
 -- the digest of this table.
 CREATE TABLE pruned (
