@@ -39,6 +39,7 @@ RULES = (
     *(f"K{n}" for n in range(1, 4)),
     "A1",
     *(f"X{n}" for n in range(1, 5)),
+    "I2",
     "I4",
     "I5",
 )
@@ -356,6 +357,18 @@ MUTANTS = (
     one("the name of a removed tenant is free", "T1", "core/leasing/tenancy.py",
         "    if former and not returning:\n", "    if False:\n",
         "tests/ledger/verbs/billing/test_tenants.py::test_the_name_of_a_removed_tenant_is_not_given_to_another"),
+    one("what was only counted is forgotten", "A1", "ledger/verbs/journal/refusals.py",
+        "    if tally.more:\n", "    if False:\n",
+        "tests/ledger/verbs/journal/test_refusals.py::test_a1_opens_that_are_refused_are_summed_up_by_the_minute"),
+    one("every refusal has a row", "A1", "core/journal/refusals.py",
+        "    if tally.rows < ROWS_IN_SPAN:\n", "    if tally:\n",
+        "tests/core/journal/test_refusals.py::test_a1_the_first_have_a_row_each_and_the_rest_are_counted"),
+    one("a long read costs nothing", "I2", "studio/edge/expensive.py",
+        "        self._budget.charge(tenant, took * _MS, now)\n", "",
+        "tests/studio/edge/test_expensive.py::test_what_a_read_took_is_charged_to_its_tenant_alone"),
+    one("all long reads of a tenant run at once", "I2", "studio/edge/expensive.py",
+        "            async with turn:\n", "            if turn:\n",
+        "tests/studio/edge/test_expensive.py::test_one_at_a_time_of_each_tenant"),
 )  # fmt: skip
 
 

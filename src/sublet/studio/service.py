@@ -22,6 +22,7 @@ from sublet.core.studio.token import Credential, Token
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.processes.loop_watch import ProcessHealth
 from sublet.settings import Settings
+from sublet.studio.edge.expensive import ExpensiveReads
 from sublet.studio.edge.limits import (
     ByteRate,
     ConcurrencyLimit,
@@ -126,6 +127,7 @@ class Service:
         self.unread = UnreadBodies(self.limits)
         self.requests = ConcurrencyLimit(self.limits.tenant_requests, "requests being answered")
         self.streams = ConcurrencyLimit(self.limits.tenant_streams, "open streams")
+        self.expensive = ExpensiveReads(self.limits)
         self.touches = PendingTouches(self)
         self.tokens = TokenWatch(self)
         warden = warden or (lambda: host_warden(settings))
@@ -201,6 +203,7 @@ class Service:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
+        self.expensive.close()
         self._health.shutdown(wait=False, cancel_futures=True)
         self.tracing.close()
         self.log.close()

@@ -119,8 +119,10 @@ class OperatorRoutes:
 
     @terms(Access.OPERATOR)
     async def beside(self, request: Request, days: Annotated[float, Query(gt=0, le=366)] = 7.0) -> Json:
-        found = await self._service.work(
-            lambda: self._ledger.at_once(lambda: neighbours.view(self._ledger, days=days))
+        found = await self._service.expensive.read(
+            credential(request).tenant,
+            ("neighbours", days),
+            lambda: self._ledger.at_once(lambda: neighbours.view(self._ledger, days=days)),
         )
         return Json({"days": days, "neighbours": found})
 
