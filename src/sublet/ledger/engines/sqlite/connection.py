@@ -9,6 +9,7 @@ from pathlib import Path
 import apsw
 
 from sublet.core.errors import Disconnected, InvariantBroken, Misconfigured, NotDurable, SubletError
+from sublet.core.file_modes import unusable
 from sublet.machine.private_files import open_private
 
 SAFETY_BUSY_MS = 10_000  # for foreign tools that open the file without the writer lock
@@ -56,6 +57,13 @@ class _Translated:
 translated = _Translated()
 
 
+def _open_gate(path: Path) -> int:
+    try:
+        return open_private(f"{path}-gate", os.O_RDWR)
+    except OSError as e:
+        raise unusable(f"the ledger {path}", e.errno) or e from e
+
+
 class SqliteConnection:
     """A SQLite connection, with its writer lock and log descriptor; one thread uses it at a time."""
 
@@ -71,7 +79,7 @@ class SqliteConnection:
         # The log must keep its inode while anybody may fsync it.
         keep = ctypes.c_int(1)
         self.db.file_control("main", apsw.SQLITE_FCNTL_PERSIST_WAL, ctypes.addressof(keep))
-        self.writer_lock = open_private(f"{path}-gate", os.O_RDWR)
+        self.writer_lock = _open_gate(path)
         self._wal_path = f"{path}-wal"
         self._wal = -1
         self._ledger_id = ""

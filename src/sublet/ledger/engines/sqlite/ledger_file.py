@@ -7,10 +7,12 @@ Rules of this file:
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 from sublet.core.errors import Misconfigured
+from sublet.core.file_modes import unusable
 from sublet.machine.private_files import make_private_file, tighten
 
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -50,13 +52,17 @@ def make_ledger_private(path: Path) -> None:
         make_private_file(path)
         for name in (path, *(Path(f"{path}-{end}") for end in ("wal", "shm", "stamp"))):
             tighten(name)
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         writable = os.access(path, os.R_OK | os.W_OK)
-        why = "it belongs to somebody else"
     except OSError as e:
-        writable, why = False, str(e.strerror)
+        ours = unusable(f"the ledger {path}", e.errno)
+        if ours is not None and e.errno not in (errno.EACCES, errno.EPERM):
+            raise ours from e
+        writable = False
     if not writable:
         raise Misconfigured(
-            f"the ledger {path} cannot be opened for writing: {why}; nothing was changed",
+            f"the ledger {path} cannot be opened for writing: it belongs to somebody else; nothing was changed",
             remedy="use it as its owner; to share one between users, put it into a folder of a group that "
             "may write it ('chmod 2770', see docs/how-to/share-a-machine.md), or use postgresql://…",
         )
