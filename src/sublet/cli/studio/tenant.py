@@ -160,8 +160,8 @@ def remove(name: str) -> None:
     """Remove a tenant that holds nothing. What it had is kept, and its name stays reserved."""
     open_ledger(load_settings()).remove_tenant(name, actor=actor())
     click.echo(
-        f"{name}: removed, its tokens are revoked; its checkpoints, leases, receipts and journal rows are kept, "
-        "and so its name stays reserved"
+        f"{name}: removed, its tokens are revoked; its checkpoints, leases, receipts and "
+        "journal rows are kept, and so its name stays reserved"
     )
 
 

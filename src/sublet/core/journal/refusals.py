@@ -1,4 +1,5 @@
-"""Refusals of what costs a tenant nothing to ask: the first of each minute have a journal row each, the others one in all.
+"""Refusals of what costs a tenant nothing to ask: the first of each minute have a journal row each, the
+others one in all.
 
 Rules of this file:
 - Whoever asks is told why each time. What is bounded is the journal: a client that asks 200 times a second

@@ -62,7 +62,8 @@ def make_ledger_private(path: Path) -> None:
         writable = False
     if not writable:
         raise Misconfigured(
-            f"the ledger {path} cannot be opened for writing: it belongs to somebody else; nothing was changed",
+            f"the ledger {path} cannot be opened for writing: it belongs to somebody else; "
+            "nothing was changed",
             remedy="use it as its owner; to share one between users, put it into a folder of a group that "
             "may write it ('chmod 2770', see docs/how-to/share-a-machine.md), or use postgresql://…",
         )

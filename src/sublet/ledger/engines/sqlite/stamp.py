@@ -85,7 +85,7 @@ class LedgerStamp:
                 os.pwrite(self._fd, packed(wanted), 0)
 
     def begin_again(self, ledger_id: str, epoch: int) -> int:
-        """Before a ledger takes the place of the one that was here. Returns the highest epoch either knows."""
+        """Before a ledger takes the place of the one that was here. Returns the highest epoch known of."""
         known = self.read()
         highest = max(epoch, known.state.epoch if known is not None else 0)
         wanted = begun_again(known, ledger_id, highest)

@@ -1,4 +1,4 @@
-"""Writing refusals into the journal, at most so many of the same kind in a minute: see `core.journal.refusals`."""
+"""Writing refusals into the journal, at most so many of one kind in a minute: see `core.journal.refusals`."""
 
 from __future__ import annotations
 
