@@ -369,6 +369,12 @@ MUTANTS = (
     one("all long reads of a tenant run at once", "I2", "studio/edge/expensive.py",
         "            async with turn:\n", "            if turn:\n",
         "tests/studio/edge/test_expensive.py::test_one_at_a_time_of_each_tenant"),
+    one("a host forgets what a database granted", "I5", "ledger/engines/postgres/engine.py",
+        "            self._stamp.raise_to(_STAMPED, state)\n", "            return\n",
+        "tests/ledger/engines/postgres/test_stamp.py::test_a_restored_database_grants_nothing_until_somebody_says_so"),
+    one("the quick way of a grant does not ask what was granted", "I5", "ledger/engines/postgres/hot_verbs.py",
+        "                    self.engine.highest_epoch(),\n", "                    0,\n",
+        "tests/ledger/engines/postgres/test_stamp.py::test_a_restored_database_grants_nothing_until_somebody_says_so"),
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import apsw
@@ -117,6 +118,9 @@ class MemoryEngine:
 
     def now(self) -> int:
         return self.read(lambda tx: tx.now)
+
+    def keep_stamp(self, folder: Path) -> None:
+        return
 
     def confirm(self, sql: str, *params: Any) -> tuple[Any, ...] | None:
         self.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from sublet.core.errors import SubletError
@@ -31,6 +32,9 @@ class Engine(Protocol):
         """As `glance`, and what it saw is on disk when it returns, so that it outlives a crash."""
 
     def now(self) -> int: ...
+    def keep_stamp(self, folder: Path) -> None:
+        """Keep in this folder what is known to have been granted, where nothing beside the ledger says so."""
+
     def ring(self, topics: set[str]) -> None: ...
     def bell(self) -> Bell: ...
     def barrier(self) -> None: ...

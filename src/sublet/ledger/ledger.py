@@ -427,6 +427,9 @@ class SqlLedger(BlockVerbs, StudioVerbs, ItemVerbs):
     def describe(self) -> dict[str, str]:
         return self.engine.describe()
 
+    def keep_stamp(self, folder: Path) -> None:
+        self.engine.keep_stamp(folder)
+
     def mark_restored(self, *, actor: str) -> int:
         return self.engine.write_restored(lambda tx, epoch: after_restore.mark_restored(tx, actor, epoch))
 

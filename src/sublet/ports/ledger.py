@@ -578,6 +578,9 @@ class Ledger(ItemLedger, Protocol):
         done, or ''."""
 
     def describe(self) -> dict[str, str]: ...
+    def keep_stamp(self, folder: Path) -> None:
+        """Keep in this folder what is known to have been granted, where nothing beside the ledger says so."""
+
     def mark_restored(self, *, actor: str) -> int:
         """After a restore: end what the backup thought was live, and jump the epoch past every old one."""
 

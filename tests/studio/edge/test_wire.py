@@ -14,7 +14,7 @@ import pytest
 from sublet.core import errors
 from sublet.core.errors import NotDurable, SubletError, error_tree
 from sublet.core.leasing.stamp import LedgerState, Stamp
-from sublet.ledger.engines.sqlite.stamp import packed
+from sublet.ledger.engines.stamp_file import packed
 from sublet.processes.loop_watch import ProcessHealth
 from sublet.settings import load_settings
 from sublet.studio import readiness

@@ -520,7 +520,8 @@ END $$;
 CREATE FUNCTION sublet_acquire(
     p_id text, p_secret_hash text, p_tenant text, p_job text, p_tier text, p_exclusivity text, p_vram bigint,
     p_least bigint, p_offers bigint, p_ttl bigint, p_wait bigint, p_cap bigint, p_only_host text,
-    p_host text, p_pid bigint, p_started bigint
+    p_host text, p_pid bigint, p_started bigint,
+    p_granted bigint  -- an epoch the caller knows to have been granted: behind it, the ledger is from the past
 ) RETURNS SETOF lease LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     p pool%ROWTYPE;
@@ -533,7 +534,7 @@ DECLARE
     body text;
 BEGIN
     SELECT * INTO p FROM pool WHERE id = 1 FOR UPDATE;
-    IF p.waiting > 0 THEN
+    IF p.waiting > 0 OR p.epoch < p_granted THEN
         RETURN;
     END IF;
     now_us := greatest(p.clock_us, sublet_now());

@@ -13,7 +13,7 @@ import pytest
 
 from sublet.core.errors import LedgerFromThePast
 from sublet.ledger.engines.sqlite.engine import apply_migrations, backup, open_ledger
-from sublet.ledger.engines.sqlite.stamp import fresh_stamp
+from sublet.ledger.engines.stamp_file import fresh_stamp
 from sublet.ledger.ledger import SqlLedger
 from sublet.machine import failpoints
 from sublet.testing.clock import VirtualClock

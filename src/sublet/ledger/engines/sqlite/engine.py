@@ -37,8 +37,8 @@ from sublet.ledger.engines.sqlite import doorbell
 from sublet.ledger.engines.sqlite.combiner import Combiner, PendingWrite
 from sublet.ledger.engines.sqlite.connection import SAFETY_BUSY_MS, SqliteConnection, translated, translation
 from sublet.ledger.engines.sqlite.ledger_file import check_place, file_system_of, make_ledger_private
-from sublet.ledger.engines.sqlite.stamp import LedgerStamp
 from sublet.ledger.engines.sqlite.writer_lock import free_writer_lock, writer_lock
+from sublet.ledger.engines.stamp_file import LedgerStamp
 from sublet.ledger.ledger import SqlLedger
 from sublet.ledger.schema import versions
 from sublet.ledger.tx import PoolRow, Row, Tx
@@ -367,6 +367,9 @@ class SqliteEngine:
 
     def now(self) -> int:
         return self.read(lambda tx: tx.now)
+
+    def keep_stamp(self, folder: Path) -> None:
+        """Nothing to do: the stamp is beside the ledger."""
 
     # the rest
 

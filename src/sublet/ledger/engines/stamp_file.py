@@ -1,4 +1,5 @@
-"""The stamp beside an embedded ledger, in a file of its own: `core.leasing.stamp` says what it means.
+"""The stamp of a ledger in a file of its own, beside an embedded ledger and in each host's home for a
+database: `core.leasing.stamp` says what it means.
 
 Rules of this file:
 - The file is written in place, in one sector, after each sync of the ledger's log, and is itself synced only
@@ -106,6 +107,6 @@ class LedgerStamp:
         sync_path(self._path.parent)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
