@@ -31,7 +31,8 @@ from bench import (
 )
 from bench.measure import MOST_WAITING_PERCENT, NOT_ALONE, Section, progress, show, waited_s
 from bench.page import page, versions
-from sublet.ledger.engines.sqlite.engine import file_system_of, library_version
+from sublet.ledger.engines.sqlite.engine import library_version
+from sublet.ledger.engines.sqlite.ledger_file import file_system_of
 
 SUITES = {
     "leases": leases.run,

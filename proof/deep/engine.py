@@ -10,13 +10,15 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import apsw
 
 from sublet.core.journal.chain import GENESIS
 from sublet.core.leasing.policy import Policy
-from sublet.ledger.engines.sqlite.engine import SqliteTx, _translated
+from sublet.ledger.engines.sqlite.connection import translated
+from sublet.ledger.engines.sqlite.engine import SqliteTx
 from sublet.ledger.schema import versions
 from sublet.ledger.tx import Tx
 from sublet.machine.failpoints import failpoint
@@ -85,7 +87,7 @@ class MemoryEngine:
         name = f"relaxed{self.open}"
         execute(f"SAVEPOINT {name}")
         try:
-            with _translated:
+            with translated:
                 tx = self.tx = SqliteTx(self.db, self.clock)
                 result = work(tx)
                 tx.flush()
@@ -108,11 +110,17 @@ class MemoryEngine:
             self.ring(tx.rings)
         return result
 
+    def write_restored(self, work: Callable[[Tx, int], T]) -> T:
+        return self.write(lambda tx: work(tx, tx.pool.epoch), durable=True)
+
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T:
         return work(SqliteTx(self.db, self.clock))
 
     def now(self) -> int:
         return self.read(lambda tx: tx.now)
+
+    def keep_stamp(self, folder: Path) -> None:
+        return
 
     def confirm(self, sql: str, *params: Any) -> tuple[Any, ...] | None:
         self.barrier()

@@ -95,7 +95,9 @@ def open_ledger(settings: Settings) -> Ledger:
                 )
             tighten_home(settings.home)
             name = {"postgres": "postgresql"}.get(scheme, scheme)
-            found = _ledgers[url] = plug_in("sublet.ledgers", name)(url, CLOCK)
+            found = plug_in("sublet.ledgers", name)(url, CLOCK)
+            found.keep_stamp(settings.home)
+            _ledgers[url] = found
         return found
 
 

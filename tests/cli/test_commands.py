@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -288,6 +289,48 @@ def test_a_backup_put_back_fences_old_holders(home: Home, tmp_path) -> None:
     fresh = as_json(home, "lease", "acquire")
     assert fresh["epoch"] > later["epoch"] + 2**39
     assert sublet(home, "journal", "verify").returncode == 0
+
+
+def test_a_removed_tenants_name_stays_reserved(home: Home) -> None:
+    """T1: who is added under it later would see what the removed one had."""
+    assert sublet(home, "tenant", "add", "ada").returncode == 0
+    removed = sublet(home, "tenant", "rm", "ada")
+    assert "its name stays reserved" in removed.stdout
+    refused = sublet(home, "tenant", "add", "ada")
+    assert refused.returncode == 2
+    assert "the name ada is reserved" in refused.stderr
+    assert sublet(home, "tenant", "add", "ada", "--returning").returncode == 0
+
+
+def test_a_ledger_from_the_past_is_read_and_not_written(home: Home, tmp_path) -> None:
+    """I5: an old copy put back by hand is refused in words by everything that writes, until somebody says so."""
+    first = as_json(home, "lease", "acquire", "--ttl", "10m")
+    old = tmp_path / "old.db"
+    assert sublet(home, "migrate", "--backup", str(old)).returncode == 0
+    later = as_json(home, "lease", "acquire", "--ttl", "10m")
+    home.end_warden()
+    ledger = tmp_path / "home" / "ledger.db"
+    for end in ("-wal", "-shm"):
+        Path(f"{ledger}{end}").unlink(missing_ok=True)
+    shutil.copyfile(old, ledger)
+    assert [lease["id"] for lease in as_json(home, "ps")] == [first["id"]]
+    for words in (
+        ["lease", "acquire"],
+        ["lease", "renew", first["id"]],
+        ["tenant", "add", "eve"],
+        ["warden"],
+    ):
+        refused = sublet(home, *words)
+        assert refused.returncode == 78, (words, refused.stderr)
+        assert "went back in time" in refused.stderr, (words, refused.stderr)
+        assert "sublet migrate --restored" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    doctor = sublet(home, "doctor")
+    assert doctor.returncode != 0
+    assert "went back in time" in doctor.stdout
+    assert sublet(home, "migrate", "--restored").returncode == 0
+    assert as_json(home, "lease", "acquire")["epoch"] > later["epoch"]
+    assert sublet(home, "lease", "renew", first["id"]).returncode == 76
 
 
 def test_journal_verify_catches_an_edit(home: Home, tmp_path) -> None:

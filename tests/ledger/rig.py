@@ -27,6 +27,7 @@ TABLES = [
     "meta",
     "pool",
     "tenant",
+    "former_tenant",
     "token",
     "studio_session",
     "session_lease",
@@ -45,6 +46,7 @@ TABLES = [
     "consumer",
     "item",
     "journal",
+    "refusal_tally",
     "pruned",
     "pruned_commit",
     "leaving",
@@ -113,7 +115,7 @@ class Rig:
 
     def state(self) -> dict[str, list[tuple[Any, ...]]]:
         """Everything that is true, without the record of how it came to be."""
-        found = self.dump(without=("journal", "pool"))
+        found = self.dump(without=("journal", "refusal_tally", "pool"))
         return {**found, "pool": self.sql("SELECT epoch, waiting, policy FROM pool")}
 
     @contextlib.contextmanager

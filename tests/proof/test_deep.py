@@ -151,9 +151,9 @@ def _bills_the_reaper(patch: pytest.MonkeyPatch) -> None:
 def _backup_twice(patch: pytest.MonkeyPatch) -> None:
     known = sublet.ledger.verbs.leasing.after_restore.mark_restored
 
-    def jump_from_the_backup(tx: Any, actor: str) -> int:
+    def jump_from_the_backup(tx: Any, actor: str, highest_epoch: int) -> int:
         before = tx.pool.epoch
-        ended = known(tx, actor)
+        ended = known(tx, actor, highest_epoch)
         tx.pool.epoch = before + sublet.ledger.verbs.leasing.after_restore.EPOCH_GAP
         return ended
 

@@ -36,7 +36,7 @@ from sublet.studio.tokens import new_token
 
 GIB = 1 << 30
 HOST = "node-a"
-WIDE = EdgeLimits(address_rate=0, tenant_rate=0, penalty_seconds=0.0)
+WIDE = EdgeLimits(address_rate=0, tenant_rate=0, penalty_seconds=0.0, read_share=0.0)
 
 
 #: Its tenants trust each other, because no code of theirs runs.

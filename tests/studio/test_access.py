@@ -284,3 +284,15 @@ def test_operators_see_and_do(studio: Running) -> None:
     assert studio.ask("DELETE", "/v1/prices?device_class=host", operator).status == 200
     assert studio.ask("GET", "/v1/neighbours", operator).status == 200
     assert studio.token("ann", Scope.USER)
+
+
+def test_a_removed_tenants_name_is_not_given_away(studio: Running) -> None:
+    """T1: over HTTP as on the command line."""
+    operator = studio.token("operator", Scope.OPERATOR)
+    assert studio.ask("POST", "/v1/tenants", operator, {"name": "brief"}).status == 201
+    studio.ledger.remove_tenant("brief", actor="test")
+    refused = studio.ask("POST", "/v1/tenants", operator, {"name": "brief"})
+    assert refused.status == 422
+    assert "the name brief is reserved" in refused.json["message"]
+    back = studio.ask("POST", "/v1/tenants", operator, {"name": "brief", "returning": True})
+    assert back.status == 201

@@ -3,6 +3,7 @@
 Rules of this file:
 - Commands are loaded when called, so `sublet --help` imports none of them.
 - Every `SubletError` becomes one sentence and its remedy on stderr, and an exit code by family. No traceback.
+- So does an error of the system that says that a place cannot be used: a full disk, a read-only one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sublet.core.errors import (
     SubletError,
     Unauthorized,
 )
+from sublet.core.file_modes import unusable
 
 #: Family to exit code; the nearest ancestor in this table wins.
 EXIT_CODES: dict[type[SubletError], int] = {
@@ -174,5 +176,11 @@ def main() -> None:
     except BrokenPipeError:
         _reader_is_gone()
         code = 0
+    except OSError as error:
+        meant = unusable(str(error.filename or "the home of sublet"), error.errno)
+        if meant is None:
+            raise
+        complain(meant, as_json="--json" in sys.argv)
+        code = exit_code(meant)
     _say_the_rest()
     sys.exit(code if isinstance(code, int) else 0)

@@ -109,6 +109,16 @@ class SchemaMismatch(Misconfigured):
     code = "schema_mismatch"
 
 
+class LedgerFromThePast(Misconfigured):
+    """The ledger is not the newest one that was here; it can be read, and nothing was changed."""
+
+    code = "ledger_from_the_past"
+    remedy = (
+        "put the newest ledger back, with its -wal file; if there is none, 'sublet migrate --restored' ends "
+        "the leases this one knows and goes on with it"
+    )
+
+
 class WardenRunning(Misconfigured):
     """A warden already runs on this host."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from sublet.core.errors import SubletError
@@ -16,6 +17,10 @@ class Engine(Protocol):
     """Implemented in `engines/sqlite` and `engines/postgres`."""
 
     def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T: ...
+    def write_restored(self, work: Callable[[Tx, int], T]) -> T:
+        """As a durable `write`, also on a ledger from the past, which is the ledger from then on. `work` is
+        told the highest epoch that is known to have been granted."""
+
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T: ...
     def at_once(self, work: Callable[[], T]) -> T:
         """Every `read` of this thread inside `work` belongs to one transaction."""
@@ -27,6 +32,9 @@ class Engine(Protocol):
         """As `glance`, and what it saw is on disk when it returns, so that it outlives a crash."""
 
     def now(self) -> int: ...
+    def keep_stamp(self, folder: Path) -> None:
+        """Keep in this folder what is known to have been granted, where nothing beside the ledger says so."""
+
     def ring(self, topics: set[str]) -> None: ...
     def bell(self) -> Bell: ...
     def barrier(self) -> None: ...

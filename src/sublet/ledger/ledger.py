@@ -222,7 +222,9 @@ class SqlLedger(BlockVerbs, StudioVerbs, ItemVerbs):
     def tenant(self, name: str) -> Tenant:
         return self._read(lambda tx: tenants.get_tenant(tx, name))
 
-    def add_tenant(self, tenant: Tenant, *, actor: str, exist_ok: bool = False) -> Tenant:
+    def add_tenant(
+        self, tenant: Tenant, *, actor: str, exist_ok: bool = False, returning: bool = False
+    ) -> Tenant:
         check_name(tenant.name, what="tenant")
         _check_limits(
             tenant.weight,
@@ -233,7 +235,9 @@ class SqlLedger(BlockVerbs, StudioVerbs, ItemVerbs):
             tenant.max_storage_bytes,
         )
         _check_per_day(tenant.gpu_us_per_day)
-        return self._write(lambda tx: tenants.add_tenant(tx, tenant, actor, exist_ok), durable=True)
+        return self._write(
+            lambda tx: tenants.add_tenant(tx, tenant, actor, exist_ok, returning), durable=True
+        )
 
     def set_tenant(
         self,
@@ -423,8 +427,11 @@ class SqlLedger(BlockVerbs, StudioVerbs, ItemVerbs):
     def describe(self) -> dict[str, str]:
         return self.engine.describe()
 
+    def keep_stamp(self, folder: Path) -> None:
+        self.engine.keep_stamp(folder)
+
     def mark_restored(self, *, actor: str) -> int:
-        return self.engine.write(lambda tx: after_restore.mark_restored(tx, actor), durable=True)
+        return self.engine.write_restored(lambda tx, epoch: after_restore.mark_restored(tx, actor, epoch))
 
     def identity(self) -> Identity:
         return self.engine.read(after_restore.identity)

@@ -308,7 +308,11 @@ class Ledger(ItemLedger, Protocol):
     # tenants: called by operators
     def tenants(self) -> list[Tenant]: ...
     def tenant(self, name: str) -> Tenant: ...
-    def add_tenant(self, tenant: Tenant, *, actor: str, exist_ok: bool = False) -> Tenant: ...
+    def add_tenant(
+        self, tenant: Tenant, *, actor: str, exist_ok: bool = False, returning: bool = False
+    ) -> Tenant:
+        """The name of a removed tenant is refused, unless it is `returning` to what it had."""
+
     def set_tenant(
         self,
         name: str,
@@ -579,6 +583,9 @@ class Ledger(ItemLedger, Protocol):
         done, or ''."""
 
     def describe(self) -> dict[str, str]: ...
+    def keep_stamp(self, folder: Path) -> None:
+        """Keep in this folder what is known to have been granted, where nothing beside the ledger says so."""
+
     def mark_restored(self, *, actor: str) -> int:
         """After a restore: end what the backup thought was live, and jump the epoch past every old one."""
 

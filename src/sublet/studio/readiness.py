@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sublet.core.errors import NotDurable, SubletError
+from sublet.core.errors import LedgerFromThePast, NotDurable, SubletError
 from sublet.leases.warden.warden_process import warden_health
 from sublet.processes.loop_watch import ProcessHealth
 from sublet.settings import Settings
@@ -75,6 +75,8 @@ class Readiness:
             await self._service.work_aside(self._service.ledger.prove_write)
         except NotDurable:
             return "a write was refused: its disk is full or fails"
+        except LedgerFromThePast:
+            return "a write was refused: the ledger went back in time, or is not the one that was here"
         except (SubletError, OSError):
             return UNREACHABLE
         return OK

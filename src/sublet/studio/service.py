@@ -25,6 +25,7 @@ from sublet.machine.spill import SpillRoom
 from sublet.ports.ledger import Ledger, SessionAnswer
 from sublet.processes.loop_watch import ProcessHealth
 from sublet.settings import Settings
+from sublet.studio.edge.expensive import ExpensiveReads
 from sublet.studio.edge.limits import (
     ByteRate,
     ConcurrencyLimit,
@@ -135,6 +136,7 @@ class Service:
         self.unread = UnreadBodies(self.limits)
         self.requests = ConcurrencyLimit(self.limits.tenant_requests, "requests being answered")
         self.streams = ConcurrencyLimit(self.limits.tenant_streams, "open streams")
+        self.expensive = ExpensiveReads(self.limits)
         self.touches = PendingTouches(self)
         self.tokens = TokenWatch(self)
         warden = warden or (lambda: host_warden(settings))
@@ -221,6 +223,7 @@ class Service:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
+        self.expensive.close()
         self._health.shutdown(wait=False, cancel_futures=True)
         self.tracing.close()
         self.log.close()

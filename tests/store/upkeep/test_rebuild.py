@@ -87,6 +87,16 @@ def test_the_old_ledger_is_shut_out(lost: Shelf) -> None:
             verb()
 
 
+def test_a_tenant_that_was_removed_is_not_brought_back(lost: Shelf) -> None:
+    """T1: its name is reserved in this ledger; its manifests are left where they are."""
+    for held in lost.rig.ledger.leases():
+        lost.rig.release(held)
+    lost.rig.ledger.remove_tenant("ada", actor="op")
+    done = rebuild(lost, take_over=True)
+    assert {action for _, action in told(done).values()} == {"tenant removed"}
+    assert (done.tenants, lost.rig.ledger.heads()) == ([], [])
+
+
 def test_tenants_and_epochs_come_back(lost: Shelf) -> None:
     """Who leases next is newer than whoever saved what was found."""
     old = lost.old  # type: ignore[attr-defined]

@@ -6,17 +6,22 @@ import json
 import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sublet.core import errors
 from sublet.core.errors import NotDurable, SubletError, error_tree
+from sublet.core.leasing.stamp import LedgerState, Stamp
+from sublet.ledger.engines.stamp_file import packed
 from sublet.processes.loop_watch import ProcessHealth
+from sublet.settings import load_settings
 from sublet.studio import readiness
 from sublet.studio.edge.wire import STATUS, refusal, status_of, told
 from tests.homes import wait_until
-from tests.studio.running import Running
+from tests.ledger.rig import Rig
+from tests.studio.running import Running, running, settings_of
 
 INSIDE = re.compile(r"/home/|/tmp/|/work/|/usr/|postgresql:|sqlite:|Traceback|File \"|\.py\b|psycopg|apsw")
 
@@ -283,6 +288,27 @@ def test_a_ledger_that_reads_and_cannot_be_written_is_not_ready(
     for _ in range(5):
         studio_here.ask("GET", "/readyz")
     assert len(asked) < 5, "anybody may ask, and each time the disk had to work"
+
+
+def test_a_ledger_from_the_past_is_not_ready_and_says_so(sqlite: Rig, tmp_path: Path) -> None:
+    """I5: it is read, and nothing is opened; no path of the machine is shown to whoever asks."""
+    sqlite.device()
+    newer = Stamp(
+        ledger_id=sqlite.sql("SELECT value FROM meta WHERE key = 'ledger_id'")[0][0],
+        state=LedgerState(1000, 1000, 0),
+    )
+    settings = settings_of(load_settings(), sqlite.url, str(tmp_path / "home"))
+    with running(sqlite.ledger, settings) as studio:
+        token = studio.token("ann")
+        Path(f"{sqlite.url.removeprefix('sqlite:')}-stamp").write_bytes(packed(newer))
+        said = studio.ask("GET", "/readyz")
+        assert said.status == 503
+        assert "went back in time" in said.json["checks"]["ledger_writes"]
+        refused = studio.ask("POST", "/v1/sessions", token, {"vram": "1GB"})
+        assert refused.status >= 500
+        assert refused.json["code"] == "ledger_from_the_past"
+        assert "ledger-" not in refused.json["message"], "no path"
+        assert studio.ask("GET", "/v1/me", token).status == 200
 
 
 def test_a_write_that_hangs_is_not_ready_and_is_not_begun_again(

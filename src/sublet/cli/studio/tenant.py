@@ -121,6 +121,7 @@ def list_tenants(as_json: bool) -> None:
 @click.option("--gpu-hours-per-day", default=None, help=_PER_DAY)
 @click.option("--sessions", default=0, help=f"{_SESSIONS} 0: no limit.")
 @click.option("--storage", default=None, help=_STORAGE)
+@click.option("--returning", is_flag=True, help="It was removed and comes back to what it had.")
 @json_option
 def add(
     name: str,
@@ -131,9 +132,10 @@ def add(
     gpu_hours_per_day: str | None,
     sessions: int,
     storage: str | None,
+    returning: bool,
     as_json: bool,
 ) -> None:
-    """Add a tenant."""
+    """Add a tenant. The name of one that was removed is refused: what it had is kept under it."""
     ledger = open_ledger(load_settings())
     made = ledger.add_tenant(
         Tenant(
@@ -147,6 +149,7 @@ def add(
             max_storage_bytes=_limit(storage) or 0,
         ),
         actor=actor(),
+        returning=returning,
     )
     _show(ledger, [made], as_json)
 
@@ -154,9 +157,12 @@ def add(
 @tenant.command("rm", epilog="Example:  sublet tenant rm ada")
 @click.argument("name")
 def remove(name: str) -> None:
-    """Remove a tenant that holds nothing. Its usage and journal stay."""
+    """Remove a tenant that holds nothing. What it had is kept, and its name stays reserved."""
     open_ledger(load_settings()).remove_tenant(name, actor=actor())
-    click.echo(f"{name}: removed")
+    click.echo(
+        f"{name}: removed, its tokens are revoked; its checkpoints, leases, receipts and "
+        "journal rows are kept, and so its name stays reserved"
+    )
 
 
 @click.group()

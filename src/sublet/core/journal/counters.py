@@ -89,9 +89,10 @@ class JobStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """Somebody asked and got nothing; `code` is the error's."""
+    """Somebody asked and got nothing, so many times; `code` is the error's."""
 
     code: str
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +256,7 @@ class Totals:
             case WaiterLeft():
                 self.left[what.reason, what.tier] += 1
             case Declined():
-                self.declined[what.code] += 1
+                self.declined[what.code] += what.count
             case Repeated():
                 self.repeated[what.what] += 1
             case WriteRefused():

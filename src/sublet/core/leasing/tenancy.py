@@ -2,6 +2,7 @@
 
 Rules of this file:
 - Use is counted in GPU-microseconds weighted by the part of the device taken, and halves every half-life.
+- The name of a tenant that was removed stays reserved: what it had is kept under it (threat 29).
 - A tenant's row keeps (used, rate, as_of): use grows by rate × time and is brought forward only when the rate
   changes, so neither a tick nor a grant ever sums over leases.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sublet.core.errors import BadInput
 from sublet.core.replace import copier
 from sublet.core.scheduling.device import Exclusivity
 
@@ -72,6 +74,20 @@ def rate_of(exclusivity: Exclusivity, vram_bytes: int, capacity_bytes: int) -> i
     if exclusivity is not Exclusivity.SHARED:
         return PPM
     return max(1, vram_bytes * PPM // capacity_bytes)
+
+
+def check_former(name: str, *, former: bool, returning: bool) -> BadInput | None:
+    """None if a tenant of this name may be added."""
+    if former and not returning:
+        return BadInput(
+            f"the name {name} is reserved: a tenant of that name was removed, and its checkpoints, leases, "
+            "receipts and journal rows are kept under it",
+            remedy="use another name; if it is the same tenant that comes back to what it had: "
+            f"'sublet tenant add {name} --returning'",
+        )
+    if returning and not former:
+        return BadInput(f"no tenant {name} was removed, so none can come back")
+    return None
 
 
 def over_quota(tenant: Tenant, need_bytes: int) -> str:

@@ -46,6 +46,12 @@ CREATE TABLE tenant (
     max_storage_bytes BIGINT NOT NULL DEFAULT 0 CHECK (max_storage_bytes >= 0)
 ) WITH (fillfactor = 50);
 
+-- Names of tenants that were removed. What they had is kept under the name, so nobody else gets it.
+CREATE TABLE former_tenant (
+    name TEXT PRIMARY KEY,
+    removed_at BIGINT NOT NULL
+);
+
 CREATE TABLE host (
     name TEXT PRIMARY KEY,
     seen_at BIGINT NOT NULL
@@ -410,6 +416,17 @@ CREATE TABLE journal (
     hash TEXT NOT NULL
 );
 
+-- Refusals of the last minute, which are written one by one up to a number and then in one row.
+CREATE TABLE refusal_tally (
+    tenant TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    code TEXT NOT NULL,
+    since BIGINT NOT NULL,
+    counted BIGINT NOT NULL,  -- that had a row each
+    more BIGINT NOT NULL,     -- that had none
+    PRIMARY KEY (tenant, kind, code)
+);
+
 -- Where each strand continues after rows were removed from its beginning. A row of the main strand carries
 -- the digest of this table.
 CREATE TABLE pruned (
@@ -503,7 +520,8 @@ END $$;
 CREATE FUNCTION sublet_acquire(
     p_id text, p_secret_hash text, p_tenant text, p_job text, p_tier text, p_exclusivity text, p_vram bigint,
     p_least bigint, p_offers bigint, p_ttl bigint, p_wait bigint, p_cap bigint, p_only_host text,
-    p_host text, p_pid bigint, p_started bigint
+    p_host text, p_pid bigint, p_started bigint,
+    p_granted bigint  -- an epoch the caller knows to have been granted: behind it, the ledger is from the past
 ) RETURNS SETOF lease LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     p pool%ROWTYPE;
@@ -516,7 +534,7 @@ DECLARE
     body text;
 BEGIN
     SELECT * INTO p FROM pool WHERE id = 1 FOR UPDATE;
-    IF p.waiting > 0 THEN
+    IF p.waiting > 0 OR p.epoch < p_granted THEN
         RETURN;
     END IF;
     now_us := greatest(p.clock_us, sublet_now());

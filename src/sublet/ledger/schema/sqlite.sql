@@ -49,6 +49,12 @@ CREATE TABLE tenant (
     max_storage_bytes INTEGER NOT NULL DEFAULT 0 CHECK (max_storage_bytes >= 0)
 ) STRICT, WITHOUT ROWID;
 
+-- Names of tenants that were removed. What they had is kept under the name, so nobody else gets it.
+CREATE TABLE former_tenant (
+    name TEXT PRIMARY KEY,
+    removed_at INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE host (
     name TEXT PRIMARY KEY,
     seen_at INTEGER NOT NULL
@@ -414,6 +420,17 @@ CREATE TABLE journal (
     body TEXT NOT NULL,
     hash TEXT NOT NULL
 ) STRICT;
+
+-- Refusals of the last minute, which are written one by one up to a number and then in one row.
+CREATE TABLE refusal_tally (
+    tenant TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    code TEXT NOT NULL,
+    since INTEGER NOT NULL,
+    counted INTEGER NOT NULL,  -- that had a row each
+    more INTEGER NOT NULL,     -- that had none
+    PRIMARY KEY (tenant, kind, code)
+) STRICT, WITHOUT ROWID;
 
 -- Where each strand continues after rows were removed from its beginning. A row of the main strand carries
 -- the digest of this table.

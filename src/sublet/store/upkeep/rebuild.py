@@ -11,7 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sublet.core.checkpoints.checkpoint import MARK, Manifest, read_manifest
 from sublet.core.checkpoints.versions import Adoption, KeptVersion, Versions
@@ -48,7 +48,7 @@ class Rebuilt:
     version: int  # the newest whole one; 0: none is
     step: int
     digest: str
-    action: str  # 'adopted', 'forwarded', 'as it was', 'newer', 'diverged' or 'lost'
+    action: str  # 'adopted', 'forwarded', 'as it was', 'newer', 'diverged', 'tenant removed' or 'lost'
     certain: bool  # it was committed: another one names it as its parent, or the ledger knows it
     versions: tuple[int, ...] = ()  # that can be loaded now
     passed_over: tuple[int, ...] = ()  # newer ones that are not whole
@@ -101,10 +101,11 @@ class Rebuild:
             if adoption is None:
                 continue
             if adoption.tenant not in tenants:
+                if not self._has_name(adoption.tenant, dry_run):
+                    done.jobs[-1] = replace(job, action="tenant removed")
+                    continue
                 tenants.add(adoption.tenant)
                 done.tenants.append(adoption.tenant)
-                if not dry_run:
-                    self._ledger.add_tenant(Tenant(name=adoption.tenant), actor=self._actor, exist_ok=True)
             if not dry_run:
                 self._ledger.adopt(adoption, actor=self._actor)
                 self._forget_swept(name, known)
@@ -120,6 +121,15 @@ class Rebuild:
             if done.heads_current and not identity.heads_current:
                 self._ledger.mark_current(actor=self._actor)
         return done
+
+    def _has_name(self, tenant: str, dry_run: bool) -> bool:
+        """Make the tenant with default limits; False if one of that name was removed on purpose."""
+        if not dry_run:
+            try:
+                self._ledger.add_tenant(Tenant(name=tenant), actor=self._actor, exist_ok=True)
+            except BadInput:
+                return False
+        return True
 
     def _check_owner(self, ledger_id: str, done: Rebuilding) -> None:
         for replica in self._replicas.replicas:

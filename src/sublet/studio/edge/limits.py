@@ -45,6 +45,8 @@ class EdgeLimits:
     burst_seconds: float = 2.0  # so many seconds' worth may come at once
     tenant_bytes: int = 64 * MIB  # of bodies, a second; twice as much at once
     refused_cost: float = 20.0  # a body that was too large or too slow counts as so many requests
+    read_share: float = 0.05  # of the time, for one tenant's long reads
+    read_burst_seconds: float = 6.0  # so much of it may come at once
     tenant_requests: int = 128  # being answered at once
     tenant_streams: int = 64  # open at once: events, calls, long polls
     connections: int = 2000

@@ -94,7 +94,9 @@ class OperatorRoutes:
         given: dict[str, Any] = {name: value for name, value in body.changes().items() if value is not None}
         made = await self._service.work(
             lambda: self._ledger.add_tenant(
-                Tenant(name=check_name(body.name, what="tenant"), **given), actor=actor_of(request)
+                Tenant(name=check_name(body.name, what="tenant"), **given),
+                actor=actor_of(request),
+                returning=body.returning,
             )
         )
         return Json(tenant_json(made, 0, None), 201)
@@ -117,8 +119,10 @@ class OperatorRoutes:
 
     @terms(Access.OPERATOR)
     async def beside(self, request: Request, days: Annotated[float, Query(gt=0, le=366)] = 7.0) -> Json:
-        found = await self._service.work(
-            lambda: self._ledger.at_once(lambda: neighbours.view(self._ledger, days=days))
+        found = await self._service.expensive.read(
+            credential(request).tenant,
+            ("neighbours", days),
+            lambda: self._ledger.at_once(lambda: neighbours.view(self._ledger, days=days)),
         )
         return Json({"days": days, "neighbours": found})
 

@@ -126,6 +126,7 @@ class TenantChange(StrictBody):
 
 class NewTenant(TenantChange):
     name: Word
+    returning: StrictBool = False
 
 
 def _limit(value: int | str | None, what: str) -> int | None:

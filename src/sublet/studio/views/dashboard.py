@@ -251,7 +251,11 @@ class DashboardRoutes:
                 "timeline": self._dashboard.timeline(who, max(0, now - round(hours * HOUR_US))),
             }
 
-        return Json(await self._service.work(lambda: self._ledger.at_once(read)))
+        return Json(
+            await self._service.expensive.read(
+                who.tenant, ("timeline", _whose(who), hours), lambda: self._ledger.at_once(read)
+            )
+        )
 
     @terms(Access.USER)
     async def usage(
@@ -261,8 +265,11 @@ class DashboardRoutes:
         by: Literal["tenant", "session", "tier", "day", "job"] = "tenant",
         format: Literal["json", "csv"] = "json",
     ) -> Response:
-        whose = _whose(credential(request))
-        found = await self._service.work(lambda: self._totals.usage(whose, by, days))
+        who = credential(request)
+        whose = _whose(who)
+        found = await self._service.expensive.read(
+            who.tenant, ("usage", whose, by, days), lambda: self._totals.usage(whose, by, days)
+        )
         return Json(found) if format == "json" else _as_csv(found, by)
 
 

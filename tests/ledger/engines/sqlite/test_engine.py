@@ -20,14 +20,9 @@ import pytest
 from sublet.core.errors import InvariantBroken, LeaseLost, Misconfigured, NotDurable, SchemaMismatch
 from sublet.core.leasing.lease import Holder, LeaseState, Request
 from sublet.ledger.engines.sqlite import engine as engine
-from sublet.ledger.engines.sqlite.engine import (
-    OLDEST_LIBRARY,
-    backup,
-    check_library,
-    check_place,
-    file_system_of,
-    open_ledger,
-)
+from sublet.ledger.engines.sqlite import ledger_file
+from sublet.ledger.engines.sqlite.engine import OLDEST_LIBRARY, backup, check_library, open_ledger
+from sublet.ledger.engines.sqlite.ledger_file import check_place, file_system_of
 from sublet.ledger.schema import versions
 from sublet.machine import failpoints
 from sublet.testing.clock import VirtualClock
@@ -90,7 +85,7 @@ def test_the_file_system_of_a_path(path: str, kind: str) -> None:
 
 def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = f"/dev/vda / ext4 rw 0 0\nserver:/x {os.path.realpath(tmp_path)} nfs rw 0 0\n"
-    monkeypatch.setattr(engine, "file_system_of", partial(file_system_of, mounts=mounts))
+    monkeypatch.setattr(ledger_file, "file_system_of", partial(file_system_of, mounts=mounts))
     with pytest.raises(Misconfigured, match="network file system"):
         check_place(tmp_path / "ledger.db")
     with pytest.raises(Misconfigured, match="nfs"):

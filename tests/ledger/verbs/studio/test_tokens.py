@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from sublet.core.errors import BadInput, NotFound, TokenExpired, TokenRevoked, Unauthorized
+from sublet.core.leasing.tenancy import Tenant
 from sublet.core.studio.token import Credential, Scope, digest_of, parse_token, text_of
 from sublet.ledger.verbs.studio import tokens
 from sublet.ledger.verbs.studio import tokens as token_verbs
@@ -161,7 +162,7 @@ def test_a_try_whose_answer_was_lost_is_not_a_second_token(pool: Rig) -> None:
 def test_a_tenant_that_goes_takes_its_tokens_along(pool: Rig) -> None:
     token = make(pool, "bob")
     pool.ledger.remove_tenant("bob", actor="op")
-    pool.tenant("bob")
+    pool.ledger.add_tenant(Tenant(name="bob"), actor="op", returning=True)
     with pytest.raises(TokenRevoked):
         enter(pool, token.text)
     assert pool.kinds(token.id) == ["token.added", "token.revoked"]

@@ -13,17 +13,21 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import TypeVar
 
-from sublet.core.errors import Disconnected, Misconfigured
+from sublet.core.errors import Disconnected, LedgerFromThePast, Misconfigured
 from sublet.core.journal.chain import GENESIS
 from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.stamp import LedgerState, past_reason
 from sublet.ledger.engines.connection_pool import ConnectionPool, PoolExhausted
 from sublet.ledger.engines.postgres.bell import Notifier, NotifyListener, PostgresBell
 from sublet.ledger.engines.postgres.connection import (
@@ -37,9 +41,11 @@ from sublet.ledger.engines.postgres.errors import RetryTransaction, StandbyAnswe
 from sublet.ledger.engines.postgres.hot_verbs import PostgresLedger
 from sublet.ledger.engines.postgres.psycopg_import import psycopg
 from sublet.ledger.engines.postgres.transaction import PostgresTx, placed
+from sublet.ledger.engines.stamp_file import LedgerStamp
 from sublet.ledger.schema import versions
 from sublet.ledger.tx import Row, Tx
 from sublet.machine.failpoints import failpoint
+from sublet.machine.private_files import make_private_folder
 from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
 
@@ -54,6 +60,10 @@ IDLE_IN_TRANSACTION = "2s"  # a client stopped inside a transaction must not hol
 #: A transaction that wrote nothing is not waited for at its commit.
 _WRITE_TO_LOG = "pg_logical_emit_message(true, 'sublet', '')::text"
 
+#: Whose the stamp is. Another database at the same address is told by its lower epoch, and one that was
+#: marked as restored on another host has a higher one.
+_STAMPED = "postgresql"
+
 #: Connections inherited through fork: never used, never closed by the child.
 _inherited: list[object] = []
 
@@ -62,6 +72,7 @@ class PostgresEngine:
     """Implements `ledger.engine.Engine`."""
 
     def __init__(self, url: str, *, patience_us: int = DEFAULT_PATIENCE_US) -> None:
+        self._address = url
         self._url, self.schema = split_url(url)
         self._url, self._connections = split_connections(self._url)
         self._options = connection_options(self._url)
@@ -75,6 +86,33 @@ class PostgresEngine:
         self._skewed = False
         self._lock = threading.Lock()
         self._closed = False
+        self._stamp: LedgerStamp | None = None
+
+    # what this host knows to have been granted
+
+    def keep_stamp(self, folder: Path) -> None:
+        """A database has nothing beside it, so each host keeps a stamp of its own. A host without one, or
+        with a home it cannot write, takes the database as it is."""
+        stamp = LedgerStamp(folder / f"postgres-{sha256(self._address.encode()).hexdigest()[:16]}")
+        with contextlib.suppress(OSError):
+            make_private_folder(folder)
+            stamp.prepare()
+            self._stamp = stamp
+
+    def highest_epoch(self) -> int:
+        known = self._stamp.read() if self._stamp is not None else None
+        return known.state.epoch if known is not None else 0
+
+    def confirmed(self, state: LedgerState | None) -> None:
+        """A durable commit left the ledger in this state."""
+        if self._stamp is not None and state is not None:
+            self._stamp.raise_to(_STAMPED, state)
+
+    def _check(self, state: LedgerState) -> None:
+        known = self._stamp.read() if self._stamp is not None else None
+        why = past_reason(known, _STAMPED, state) if known is not None else ""
+        if why:
+            raise LedgerFromThePast(f"{why}, as this host knows; nothing was changed")
 
     # connections
 
@@ -196,12 +234,25 @@ class PostgresEngine:
                 pause = min(pause * 2, 0.25)
 
     def write(self, work: Callable[[Tx], T], *, durable: bool, patience_us: int | None = None) -> T:
+        return self._written(work, durable, patience_us, self._check)
+
+    def write_restored(self, work: Callable[[Tx, int], T]) -> T:
+        highest = self.highest_epoch()
+        return self._written(lambda tx: work(tx, highest), True, None, lambda state: None)
+
+    def _written(
+        self,
+        work: Callable[[Tx], T],
+        durable: bool,
+        patience_us: int | None,
+        check: Callable[[LedgerState], None],
+    ) -> T:
         tries = itertools.count()
 
         def run(connection: LedgerConnection) -> tuple[PostgresTx, T]:
             failpoint("before_begin")
             with connection.transaction():
-                tx = PostgresTx(connection, writing=True, again=next(tries) > 0)
+                tx = PostgresTx(connection, writing=True, again=next(tries) > 0, check=check)
                 result = work(tx)
                 tx.flush()
                 failpoint("before_commit")
@@ -209,6 +260,8 @@ class PostgresEngine:
             return tx, result
 
         tx, result = self.attempt(durable, run, patience_us)
+        if durable:
+            self.confirmed(tx.state)
         if tx.rings:
             self.ring(tx.rings)
         return result

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sublet.core.errors import SubletError
 from sublet.core.journal.chain import body_text
 from sublet.core.leasing.lease import Holder, Request
+from sublet.core.leasing.stamp import LedgerState
 from sublet.core.progress.effect import AlreadyCommitted, Commit, Committed
 from sublet.core.queues.items import Ack, NewItem
 from sublet.core.studio.session import is_id
@@ -58,7 +59,7 @@ class PostgresLedger(SqlLedger):
         check_request(lease_id, request, holder)
         if request.count == 1:
             row = self.engine.call(
-                "SELECT * FROM sublet_acquire(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",
+                "SELECT * FROM sublet_acquire(%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s,%s)",
                 (
                     lease_id,
                     secret_hash(secret),
@@ -76,12 +77,14 @@ class PostgresLedger(SqlLedger):
                     holder.host,
                     holder.pid,
                     holder.started,
+                    self.engine.highest_epoch(),
                 ),
                 # Every grant locks the pool's row. It is let go before the disk is waited for: then the next
                 # one is granted meanwhile, and one flush makes many grants durable.
                 durable=False,
             )
             if row is not None and self._outlives_a_crash(lease := lease_of(row)):
+                self.engine.confirmed(LedgerState(lease.epoch, 0, 0))
                 self.engine.ring({host_topic(holder.host)})
                 return Answer(lease=lease, at=lease.granted_at)
         return super().acquire(lease_id, secret, request, holder)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from sublet.core.leasing.stamp import LedgerState
 from sublet.ledger.engines.postgres.connection import LedgerConnection
 from sublet.ledger.engines.postgres.psycopg_import import psycopg
 from sublet.ledger.tx import PoolRow, Row
@@ -24,7 +25,15 @@ def placed(sql: str) -> str:
 class PostgresTx:
     """Implements `ledger.tx.Tx`."""
 
-    def __init__(self, connection: LedgerConnection, *, writing: bool, again: bool = False) -> None:
+    def __init__(
+        self,
+        connection: LedgerConnection,
+        *,
+        writing: bool,
+        again: bool = False,
+        check: Callable[[LedgerState], None] = lambda state: None,
+    ) -> None:
+        """`check` is called with the state in which a transaction that writes finds the pool."""
         self.rings: set[str] = set()
         self.again = again
         self._wrote = False
@@ -33,6 +42,7 @@ class PostgresTx:
         self._pool: PoolRow | None = None
         self._now: int | None = None
         self._streams = 0
+        self._check = check
 
     def rows(self, sql: str, *params: object) -> list[Row]:
         return self._connection.execute(placed(sql), params).fetchall()
@@ -85,9 +95,17 @@ class PostgresTx:
                 "SELECT epoch, waiting, journal_seq, journal_hash, policy, clock_us FROM pool WHERE id = 1"
             )
             assert row is not None
+            if self._writing:
+                self._check(LedgerState(row[0], row[2], 0))
             self._pool = PoolRow(*row[:5])
             self._now = max(row[5], self._clock())
         return self._pool
+
+    @property
+    def state(self) -> LedgerState | None:
+        """The state this transaction gave the ledger; None if it left the pool alone."""
+        pool = self._pool
+        return LedgerState(pool.epoch, pool.journal_seq, 0) if pool is not None and pool.dirty else None
 
     @property
     def now(self) -> int:

@@ -10,42 +10,40 @@ Rules of this file:
 - The clock is the host's boot clock, anchored once to the calendar and clamped by a stored high-water mark:
   stepping the wall clock moves no lease. The file is on one host: all processes read the same boot clock.
 - When more than a few threads wait, one thread commits for all of them, with a savepoint each and one fsync.
+- Every transaction that writes compares the ledger with the stamp beside it first, and every sync raises the
+  stamp: a ledger that went back in time is read and not written (I5).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import apsw
 
-from sublet.core.errors import (
-    Disconnected,
-    InvariantBroken,
-    Misconfigured,
-    NotDurable,
-    SchemaMismatch,
-    SubletError,
-)
+from sublet.core.errors import Disconnected, LedgerFromThePast, Misconfigured, SchemaMismatch
 from sublet.core.journal.chain import GENESIS
 from sublet.core.leasing.policy import Policy
+from sublet.core.leasing.stamp import NEVER, LedgerState, past_reason
 from sublet.ledger.engines.connection_pool import ConnectionPool
 from sublet.ledger.engines.sqlite import doorbell
 from sublet.ledger.engines.sqlite.combiner import Combiner, PendingWrite
-from sublet.ledger.engines.sqlite.ledger_file import NETWORK_FILE_SYSTEMS, make_ledger_private
+from sublet.ledger.engines.sqlite.connection import SAFETY_BUSY_MS, SqliteConnection, translated, translation
+from sublet.ledger.engines.sqlite.ledger_file import check_place, file_system_of, make_ledger_private
 from sublet.ledger.engines.sqlite.writer_lock import free_writer_lock, writer_lock
+from sublet.ledger.engines.stamp_file import LedgerStamp
 from sublet.ledger.ledger import SqlLedger
 from sublet.ledger.schema import versions
 from sublet.ledger.tx import PoolRow, Row, Tx
 from sublet.machine.failpoints import failpoint
-from sublet.machine.private_files import make_private_folder, open_private
+from sublet.machine.private_files import make_private_folder
 from sublet.ports.bell import Bell
 from sublet.ports.clock import Clock
 
@@ -57,12 +55,6 @@ OLDEST_LIBRARY = (3, 51, 3)
 MIGRATE_SECONDS = 5.0
 #: Waiting threads of one process above which one commits for all.
 COMBINE_ABOVE = 4
-_SAFETY_BUSY_MS = 10_000  # for foreign tools that open the file without the writer lock
-_PAGE_BYTES = (
-    1024  # 15 % less per verb than 4096: commits write whole pages, and a verb changes little on each
-)
-_PAGES_BEFORE_CHECKPOINT = 8000
-
 #: Connections inherited through fork: never closed, because closing one would touch the parent's files.
 _inherited: list[object] = []
 
@@ -80,103 +72,6 @@ def check_library(version: tuple[int, ...]) -> None:
         )
 
 
-def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """The file system type a path lies on, from the kernel's mount table."""
-    text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
-    real = os.path.realpath(path)
-    best, kind = "", ""
-    for line in text.splitlines():
-        parts = line.split(" ")
-        if len(parts) < 3:
-            continue
-        point = parts[1].replace("\\040", " ")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, parts[2]
-    return kind
-
-
-def check_place(path: Path) -> None:
-    kind = file_system_of(path.parent)
-    if kind in NETWORK_FILE_SYSTEMS:
-        raise Misconfigured(
-            f"the ledger would lie on a network file system ({kind}), where file locks do not protect it",
-            remedy="set SUBLET_LEDGER to a local path, or to postgresql://… to share it between hosts",
-        )
-
-
-def _translation(error: BaseException) -> SubletError | None:
-    """Foreign errors become ours at this edge, with their cause kept."""
-    match error:
-        case apsw.FullError():
-            return NotDurable("the ledger's disk is full; the change was not made")
-        case apsw.NotADBError() | apsw.CorruptError():
-            return Misconfigured(
-                "the ledger file is damaged or not a ledger",
-                remedy="restore a backup with 'sublet migrate --restore'",
-            )
-        case apsw.CantOpenError() | apsw.ReadOnlyError() | apsw.PermissionsError():
-            return Misconfigured(
-                "the ledger file cannot be opened for writing", remedy="check its path and permissions"
-            )
-        case apsw.ConstraintError():
-            return InvariantBroken(f"the ledger refused an impossible change: {error}")
-        case apsw.BusyError() | apsw.LockedError():
-            return Disconnected("another program keeps the ledger file locked")
-        case apsw.IOError():
-            return NotDurable("the ledger's disk reported an error; the change was not made")
-    return None
-
-
-class _Translated:
-    """Entered at every verb, so a class and not a generator."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ours = _translation(error) if error is not None else None
-        if ours is not None:
-            raise ours from error
-
-
-_translated = _Translated()
-
-
-class _Connection:
-    """A SQLite connection, with its writer lock and log descriptor; one thread uses it at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self.db = apsw.Connection(str(path))
-        self.db.set_busy_timeout(_SAFETY_BUSY_MS)
-        # Without it a statement with a range over a parameter is compiled anew at every call.
-        self.db.config(apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1)
-        self.db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # of a new file; an old one keeps its own
-        self.db.execute("PRAGMA journal_mode = wal")
-        self.db.execute("PRAGMA synchronous = normal")
-        self.db.execute(f"PRAGMA wal_autocheckpoint = {_PAGES_BEFORE_CHECKPOINT}")
-        # The log must keep its inode while anybody may fsync it.
-        keep = ctypes.c_int(1)
-        self.db.file_control("main", apsw.SQLITE_FCNTL_PERSIST_WAL, ctypes.addressof(keep))
-        self.writer_lock = open_private(f"{path}-gate", os.O_RDWR)
-        self._wal_path = f"{path}-wal"
-        self._wal = -1
-
-    def sync(self) -> None:
-        try:
-            if self._wal < 0:
-                self._wal = os.open(self._wal_path, os.O_RDONLY | os.O_CLOEXEC)
-            os.fdatasync(self._wal)
-        except OSError as e:
-            raise NotDurable("the ledger's disk did not confirm the change") from e
-
-    def close(self) -> None:
-        self.db.close()
-        os.close(self.writer_lock)
-        if self._wal >= 0:
-            os.close(self._wal)
-
-
 class SqliteTx:
     """Implements `ledger.tx.Tx`. BEGIN IMMEDIATE has locked everything, so a row needs no lock of its own."""
 
@@ -191,6 +86,7 @@ class SqliteTx:
         ).fetchone()
         assert row is not None
         self.pool = PoolRow(*row[:5])
+        self.found = LedgerState(row[0], row[2], row[5])
         self._boot_id: str = row[6]
         self._offset: int = row[7]
         self._rebased = False
@@ -199,6 +95,10 @@ class SqliteTx:
             self._offset = max(clock.wall_us(), row[5]) - clock.boot_us()
             self._rebased = True
         self.now: int = max(row[5], self._offset + clock.boot_us())
+
+    @property
+    def state(self) -> LedgerState:
+        return LedgerState(self.pool.epoch, self.pool.journal_seq, self.now)
 
     def rows(self, sql: str, *params: Any) -> list[Row]:
         return self._execute(sql, params).fetchall()
@@ -271,13 +171,15 @@ class SqliteEngine:
         self._writers = 0
         self._combiner: Combiner | None = None
         self._closed = False
+        self._stamp = LedgerStamp(path)
+        self._committed = "", NEVER  # the ledger and its state after this process's last commit
 
     # connections
 
-    def _make_lending(self) -> ConnectionPool[_Connection]:
-        return ConnectionPool(lambda: _Connection(self.path), _Connection.close)
+    def _make_lending(self) -> ConnectionPool[SqliteConnection]:
+        return ConnectionPool(lambda: SqliteConnection(self.path), SqliteConnection.close)
 
-    def _lent(self) -> ConnectionPool[_Connection]:
+    def _lent(self) -> ConnectionPool[SqliteConnection]:
         """This process's pool of connections. Every connection taken is given back."""
         if self._closed:
             raise Disconnected("the ledger was closed")
@@ -289,12 +191,27 @@ class SqliteEngine:
 
     def _sync(self) -> None:
         lending = self._lent()
-        with _translated:
+        with translated:
             connection = lending.take()
             try:
-                connection.sync()
+                self._confirm(connection)
             finally:
                 lending.give_back(connection)
+
+    def _confirm(self, connection: SqliteConnection) -> None:
+        """What was committed before is on the disk afterwards; then, and not before, the stamp says so."""
+        committed = self._committed
+        connection.sync()
+        if committed[0]:
+            self._stamp.raise_to(*committed)
+
+    def _begun(self, connection: SqliteConnection) -> SqliteTx:
+        """The transaction that writes, on a ledger that is not behind its stamp."""
+        tx = SqliteTx(connection.db, self.clock)
+        why = past_reason(self._stamp.read(), connection.ledger_id(), tx.found)
+        if why:
+            raise LedgerFromThePast(f"{why} ({self.path}); nothing was changed")
+        return tx
 
     # transactions
 
@@ -310,13 +227,13 @@ class SqliteEngine:
     def _write_alone(self, work: Callable[[Tx], T], durable: bool) -> T:
         lending = self._lent()
         failpoint("before_begin")
-        with _translated:
+        with translated:
             connection = lending.take()
             try:
                 with writer_lock(connection.writer_lock):
                     tx, result = self._transact(connection, work)
                 if durable:
-                    connection.sync()
+                    self._confirm(connection)
             finally:
                 lending.give_back(connection)
         failpoint("after_commit_before_reply")
@@ -324,11 +241,30 @@ class SqliteEngine:
             self.ring(tx.rings)
         return result
 
-    def _transact(self, connection: _Connection, work: Callable[[Tx], T]) -> tuple[SqliteTx, T]:
+    def write_restored(self, work: Callable[[Tx, int], T]) -> T:
+        def restored(connection: SqliteConnection, tx: Tx) -> T:
+            return work(tx, self._stamp.begin_again(connection.ledger_id(), tx.pool.epoch))
+
+        lending = self._lent()
+        with translated:
+            connection = lending.take()
+            try:
+                with writer_lock(connection.writer_lock):
+                    tx, result = self._transact(connection, partial(restored, connection), past=True)
+                self._confirm(connection)
+            finally:
+                lending.give_back(connection)
+        failpoint("after_commit_before_reply")
+        self.ring(tx.rings)
+        return result
+
+    def _transact(
+        self, connection: SqliteConnection, work: Callable[[Tx], T], *, past: bool = False
+    ) -> tuple[SqliteTx, T]:
         execute = connection.db.execute
         execute("BEGIN IMMEDIATE")
         try:
-            tx = SqliteTx(connection.db, self.clock)
+            tx = SqliteTx(connection.db, self.clock) if past else self._begun(connection)
             result = work(tx)
             tx.flush()
             failpoint("before_commit")
@@ -337,6 +273,7 @@ class SqliteEngine:
             with contextlib.suppress(apsw.Error):
                 execute("ROLLBACK")
             raise
+        self._committed = connection.ledger_id(), tx.state
         return tx, result
 
     def _combine(self, work: Callable[[Tx], T], durable: bool) -> T:
@@ -349,7 +286,7 @@ class SqliteEngine:
 
     def _commit_batch(self, batch: list[PendingWrite]) -> None:
         lending = self._lent()
-        with _translated:
+        with translated:
             connection = lending.take()
             try:
                 with writer_lock(connection.writer_lock):
@@ -357,37 +294,42 @@ class SqliteEngine:
             finally:
                 lending.give_back(connection)
 
-    def _run_batch(self, connection: _Connection, batch: list[PendingWrite]) -> None:
+    def _run_batch(self, connection: SqliteConnection, batch: list[PendingWrite]) -> None:
         execute = connection.db.execute
         execute("BEGIN IMMEDIATE")
+        committed = self._committed
         try:
             for job in batch:
-                self._run_one(connection, job)
+                committed = self._run_one(connection, job) or committed
             execute("COMMIT")
         except BaseException:
             with contextlib.suppress(apsw.Error):
                 execute("ROLLBACK")
             raise
+        self._committed = committed
 
-    def _run_one(self, connection: _Connection, job: PendingWrite) -> None:
+    def _run_one(self, connection: SqliteConnection, job: PendingWrite) -> tuple[str, LedgerState] | None:
         execute = connection.db.execute
         execute("SAVEPOINT job")
+        committed = None
         try:
-            tx = SqliteTx(connection.db, self.clock)
+            tx = self._begun(connection)
             job.result = job.work(tx)
             tx.flush()
             job.rings = tx.rings
+            committed = connection.ledger_id(), tx.state
         except BaseException as e:
             execute("ROLLBACK TO job")
-            job.error = _translation(e) or e
+            job.error = translation(e) or e
         execute("RELEASE job")
+        return committed
 
     def read(self, work: Callable[[Tx], T], *, patience_us: int | None = None) -> T:
         lending = self._lent()
         around: Tx | None = getattr(self._local, "around", None)
         if around is not None:
             return work(around)
-        with _translated:
+        with translated:
             connection = lending.take()
             execute = connection.db.execute
             try:
@@ -411,7 +353,7 @@ class SqliteEngine:
 
     def glance(self, sql: str, *params: object) -> Row | None:
         lending = self._lent()
-        with _translated:
+        with translated:
             connection = lending.take()
             try:
                 return connection.db.execute(sql, params).fetchone()
@@ -425,6 +367,9 @@ class SqliteEngine:
 
     def now(self) -> int:
         return self.read(lambda tx: tx.now)
+
+    def keep_stamp(self, folder: Path) -> None:
+        """Nothing to do: the stamp is beside the ledger."""
 
     # the rest
 
@@ -457,6 +402,7 @@ class SqliteEngine:
         if self._combiner is not None:
             self._combiner.stop()
         self._lending.close()
+        self._stamp.close()
 
 
 # --- opening ------------------------------------------------------------------------------------------------
@@ -497,18 +443,20 @@ def apply_migrations(path: Path, clock: Clock) -> list[str]:
 
 
 def _migrated(path: Path, clock: Clock) -> list[str]:
-    with _translated:
-        connection = _Connection(path)
+    with translated:
+        connection = SqliteConnection(path)
         try:
             with writer_lock(connection.writer_lock):
-                return _apply(connection, clock)
+                return _apply(connection, clock, LedgerStamp(path))
         finally:
             connection.close()
 
 
-def _apply(connection: _Connection, clock: Clock) -> list[str]:
+def _apply(connection: SqliteConnection, clock: Clock, stamp: LedgerStamp) -> list[str]:
     db = connection.db
     found = schema_version(db)
+    if found == 0:
+        stamp.prepare()
     if found > versions.newest("sqlite"):
         versions.check_version("sqlite", found)
     done: list[str] = []
@@ -534,6 +482,9 @@ def _apply(connection: _Connection, clock: Clock) -> list[str]:
         done += [f"{step.number:04d} {step.name}" for step in batch]
     if done:
         connection.sync()
+    if found == 0:
+        stamp.raise_to(connection.ledger_id(), NEVER)
+    stamp.close()
     return done
 
 
@@ -543,6 +494,16 @@ def _first_rows(db: apsw.Connection, clock: Clock) -> None:
         "INSERT INTO pool VALUES (1, 0, ?, ?, ?, 0, 0, ?, ?)",
         (clock.wall_us(), clock.boot_id(), clock.wall_us() - clock.boot_us(), GENESIS, Policy().to_text()),
     )
+
+
+def _version_of(path: Path) -> int:
+    with translated:
+        db = apsw.Connection(str(path))
+        try:
+            db.set_busy_timeout(SAFETY_BUSY_MS)
+            return schema_version(db)
+        finally:
+            db.close()
 
 
 def open_ledger(url: str, clock: Clock) -> SqlLedger:
@@ -555,23 +516,32 @@ def open_ledger(url: str, clock: Clock) -> SqlLedger:
         raise Misconfigured(f"the ledger's folder {path.parent} cannot be made: {e.strerror}") from e
     check_place(path)
     make_ledger_private(Path(os.path.realpath(path)))
-    with _translated:
-        db = apsw.Connection(str(path))
-        try:
-            db.set_busy_timeout(_SAFETY_BUSY_MS)
-            found = schema_version(db)
-        finally:
-            db.close()
+    found = _version_of(path)
     if found == 0:
-        apply_migrations(path, clock)
+        _make_ledger(path, clock)
     else:
         versions.check_version("sqlite", found)
     return SqlLedger(SqliteEngine(path, clock))
 
 
+def _make_ledger(path: Path, clock: Clock) -> None:
+    """In an empty file, unless a ledger was there: its log may still be put back, and leases may live."""
+    stamp = LedgerStamp(path)
+    try:
+        known = stamp.read()
+        if known is not None and known.ledger_id and not _version_of(path):
+            raise LedgerFromThePast(
+                f"a ledger was here, which granted up to epoch {known.state.epoch}, and its file is lost or "
+                f"empty ({path}); nothing was changed"
+            )
+    finally:
+        stamp.close()
+    apply_migrations(path, clock)
+
+
 def backup(path: Path, target: Path) -> None:
     """A consistent copy of a live ledger."""
-    with _translated:
+    with translated:
         source = apsw.Connection(str(path))
         copy = apsw.Connection(str(target))
         try:

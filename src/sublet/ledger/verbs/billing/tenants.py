@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sublet.core.billing.allowance import Allowance
 from sublet.core.errors import BadInput, SubletError
-from sublet.core.leasing.tenancy import Tenant
+from sublet.core.leasing.tenancy import Tenant, check_former
 from sublet.ledger.rows import SELECT_TENANT, TENANT_COLUMNS, tenant_of
 from sublet.ledger.tx import Tx, write_main
 from sublet.ledger.verbs.leasing import allowances
@@ -39,11 +39,15 @@ def _limits(tenant: Tenant) -> dict[str, object]:
     }
 
 
-def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool) -> Tenant | SubletError:
+def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool, returning: bool) -> Tenant | SubletError:
     _ = tx.pool
     known = load_tenant(tx, tenant.name)
     if known is not None:
         return known if exist_ok or tx.again else BadInput(f"tenant {tenant.name} exists already")
+    refusal = check_former(tenant.name, former=_is_former(tx, tenant.name), returning=returning)
+    if refusal is not None:
+        return refusal
+    tx.run("DELETE FROM former_tenant WHERE name = ?", tenant.name)
     tx.run(
         f"INSERT INTO tenant ({TENANT_COLUMNS}) VALUES (?,?,?,?,?,0,0,0,0,0,?,0,?,?,?,?,?)",
         tenant.name,
@@ -58,10 +62,15 @@ def add_tenant(tx: Tx, tenant: Tenant, actor: str, exist_ok: bool) -> Tenant | S
         tenant.max_sessions,
         tenant.max_storage_bytes,
     )
-    write_main(tx, "tenant.added", tenant.name, tenant.name, {**_limits(tenant), "by": actor})
+    told = {**_limits(tenant), "by": actor} | ({"returning": True} if returning else {})
+    write_main(tx, "tenant.added", tenant.name, tenant.name, told)
     added = load_tenant(tx, tenant.name)
     assert added is not None
     return added
+
+
+def _is_former(tx: Tx, name: str) -> bool:
+    return tx.row("SELECT 1 FROM former_tenant WHERE name = ?", name) is not None
 
 
 def set_tenant(tx: Tx, name: str, changes: dict[str, int], actor: str) -> Tenant | SubletError:
@@ -104,9 +113,9 @@ def remove_tenant(tx: Tx, name: str, actor: str) -> SubletError | None:
             f"tenant {name} still has {staying[0]} session(s) open in the studio",
             remedy="end them first, on the studio's page or with the tenant's own client",
         )
-    # A tenant of the same name that is added later must not see them, nor be opened by the tokens.
     sessions.drop(tx, tx.now + 1, name)
     tokens.revoke_all(tx, name, actor, "its tenant was removed")
     tx.run("DELETE FROM tenant WHERE name = ?", name)
+    tx.run("INSERT INTO former_tenant (name, removed_at) VALUES (?, ?)", name, tx.now)
     write_main(tx, "tenant.removed", name, name, {"by": actor})
     return None

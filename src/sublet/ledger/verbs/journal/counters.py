@@ -32,6 +32,7 @@ from sublet.core.journal.counters import (
     Worked,
     WriteRefused,
 )
+from sublet.core.journal.refusals import SUMMED
 from sublet.core.scheduling.device import Slice
 from sublet.ledger.rows import LEASE_COLUMNS, SELECT_LEASE, lease_of, slices_of
 from sublet.ledger.tx import Row, Tx
@@ -52,6 +53,7 @@ _KINDS = (
     "job.started",
     "session.ended",
     "device.quarantined",
+    SUMMED,
 )
 _MANY = 1_000_000
 _TRAINS = "EXISTS (SELECT 1 FROM head WHERE head.job = lease.job)"
@@ -60,7 +62,8 @@ _LEASE = "tier, job, joined_at, granted_at, ended_at, committed_at, reason, slic
 _MAIN = (
     f"SELECT journal.id, at, kind, journal.tenant, body, subject, {_LEASE}, {_TRAINS} "
     "FROM journal LEFT JOIN lease ON lease.id = journal.subject AND kind IN ('lease.granted', 'lease.ended') "
-    f"WHERE journal.id > ? AND strand = 'main' AND kind IN ({', '.join(repr(k) for k in _KINDS)}) ORDER BY "
+    f"WHERE journal.id > ? AND strand = 'main' AND kind IN ({', '.join(repr(k) for k in _KINDS)}) "
+    f"AND (kind <> '{SUMMED}' OR journal.subject = 'lease.refused') ORDER BY "
     "journal.id LIMIT ?"
 )
 _COMMITS = (
@@ -151,6 +154,8 @@ def _of_main(row: Row, costs: _Costs) -> Happened:
         return Worked(tenant=tenant, **told.get("work", {}))
     if kind == "lease.settled":
         return TornDown(proven=told["proven"], duration_us=told["duration_us"])
+    if kind == SUMMED:
+        return Declined(code=told["code"], count=told["count"])
     return Declined(code=told["code"])
 
 

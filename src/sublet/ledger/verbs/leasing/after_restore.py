@@ -15,9 +15,9 @@ from sublet.ports.ledger import Identity
 EPOCH_GAP = 1 << 40
 
 
-def mark_restored(tx: Tx, actor: str) -> int:
+def mark_restored(tx: Tx, actor: str, highest_epoch: int) -> int:
     """End what the backup thought was live, jump the epoch, change the incarnation. Returns how many it
-    ended."""
+    ended. `highest_epoch` is the highest that anybody knows to have been granted."""
     pool = tx.pool
     ended = 0
     waiting = tx.rows(f"{SELECT_LEASE} WHERE state = 'waiting' ORDER BY id")
@@ -40,6 +40,7 @@ def mark_restored(tx: Tx, actor: str) -> int:
     # One backup may be put back twice, and the ledger in between has granted epochs too: a jump counted from
     # the backup alone would land on them. A grant takes longer than a microsecond, so the clock is always
     # ahead of every epoch.
+    pool.epoch = max(pool.epoch, highest_epoch)
     pool.epoch = tx.now if tx.now > pool.epoch else pool.epoch + EPOCH_GAP
     pool.dirty = True
     incarnation = secrets.token_hex(8)

@@ -35,6 +35,7 @@ from sublet.core.leasing.block import (
 )
 from sublet.core.leasing.lease import EndReason, Holder
 from sublet.ledger.tx import Row, Tx, write_main
+from sublet.ledger.verbs.journal.refusals import write_refusal
 from sublet.ledger.verbs.leasing.credentials import secret_hash
 from sublet.ledger.verbs.leasing.slices import load_tenant, unknown_tenant
 from sublet.ports.ledger import BlockAnswer, BlockRecord, LeaseKey
@@ -107,7 +108,7 @@ def grant(
     )
     refusal = over_limit(int(used[0]) if used else 0, request.blocks, pool.policy.tenant_blocks_max)
     if refusal:
-        write_main(tx, "block.refused", request.tenant, block_id, {"reason": refusal})
+        write_refusal(tx, "block.refused", request.tenant, block_id, QuotaReached.code, refusal)
         return QuotaReached(refusal, remedy="remove blocks that are not needed: 'sublet block ls' and 'rm'")
     now, epoch = tx.now, pool.next_epoch()
     values: tuple[object, ...] = (

@@ -15,6 +15,7 @@ from sublet.core.scheduling.admission import Grant, Offer
 from sublet.core.scheduling.schedule import Drop, End, Instruction, Revoke, Withdraw
 from sublet.ledger.rows import LEASE_BY_ID, LEASE_COLUMNS, SELECT_LEASE, lease_of, of_table, slices_of
 from sublet.ledger.tx import Tx, write_main
+from sublet.ledger.verbs.journal.refusals import sum_up_refusals
 from sublet.ledger.verbs.leasing import gangs, late_teardown, leases, waitlist
 from sublet.ledger.verbs.leasing.devices import load_hosts
 from sublet.machine.failpoints import failpoint
@@ -22,7 +23,7 @@ from sublet.ports.ledger import HostView, TickResult
 
 
 def tick(tx: Tx, host: str) -> TickResult:
-    _ = tx.pool
+    sum_up_refusals(tx)
     known = load_hosts(tx)
     _lose(tx, hosts.losses(known, host, tx.pool.policy, tx.now))
     _give_up(tx, hosts.gone(known, host, tx.pool.policy, tx.now))

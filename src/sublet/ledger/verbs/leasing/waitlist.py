@@ -41,6 +41,7 @@ from sublet.ledger.rows import (
     tenant_of,
 )
 from sublet.ledger.tx import Tx, write_main
+from sublet.ledger.verbs.journal.refusals import write_refusal
 from sublet.ledger.verbs.leasing import allowances, gangs
 from sublet.ledger.verbs.leasing import slices as slicing
 from sublet.ledger.verbs.leasing.credentials import opened, proves, secret_hash, unknown
@@ -123,13 +124,7 @@ def acquire(tx: Tx, lease_id: str, secret: str, request: Request, holder: Holder
         view = replace(view, tenants={**view.tenants, tenant.name: tenant})
         decision = admission.admit(newcomer, view, now)
     if isinstance(decision, Refusal):
-        write_main(
-            tx,
-            "lease.refused",
-            request.tenant,
-            lease_id,
-            {"code": decision.error.code, "reason": decision.reason},
-        )
+        write_refusal(tx, "lease.refused", request.tenant, lease_id, decision.error.code, decision.reason)
         return decision.error(decision.reason)
     if isinstance(decision, Grant):
         granted = _granted(tx, newcomer, decision, claimed=True, tenant=tenant)

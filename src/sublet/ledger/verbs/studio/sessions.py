@@ -20,6 +20,7 @@ from sublet.core.studio import session as rules
 from sublet.core.studio.session import StudioSession
 from sublet.ledger.rows import INSERT_SESSION, SELECT_SESSION, session_lease_of, session_of, session_values
 from sublet.ledger.tx import Row, Tx, write_main
+from sublet.ledger.verbs.journal.refusals import write_refusal
 from sublet.ledger.verbs.leasing.slices import load_tenant, unknown_tenant
 from sublet.ports.bell import session_topic
 from sublet.ports.ledger import SessionAnswer
@@ -99,8 +100,7 @@ def open_session(tx: Tx, asked: StudioSession, alone: NotIsolated | None) -> Ses
     refusal: SubletError | None = alone if alone is not None and others_have(tx, asked.tenant) else None
     refusal = refusal or rules.over_sessions(tenant, int(count[0]) if count else 0)
     if refusal is not None:
-        body: dict[str, object] = {"code": refusal.code, "reason": refusal.message}
-        write_main(tx, "session.refused", asked.tenant, asked.id, body)
+        write_refusal(tx, "session.refused", asked.tenant, asked.id, refusal.code, refusal.message)
         return refusal
     session = replace(asked, opened_at=tx.now, active_at=tx.now)
     tx.run(INSERT_SESSION, *session_values(session))
