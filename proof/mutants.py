@@ -322,7 +322,7 @@ MUTANTS = (
     one("a script that changed is continued", "X3", "training/scripts/script.py",
         "        if found and not self._options.changed_ok:\n", "        if False:\n", SHIM + "test_a_script_that_changed_does_not_go_on_unasked"),
     one("modules beside a script are no part of what it is", "X3", "training/scripts/script.py",
-        "        files = {self._around.path.name: str(self._around.path), **self._own.files()}\n",
+        "        files = {self._around.path.name: str(self._around.path), **own}\n",
         "        files = {self._around.path.name: str(self._around.path)}\n", SHIM + "test_a_file_beside_the_script_is_a_part_of_it"),
     one("what was written since is not undone", "X4", "training/scripts/script.py",
         "            for words in self._files.undo(position):\n", "            for words in ():\n", SHIM + "test_each_line_is_written_once"),
