@@ -285,15 +285,23 @@ def test_a_memory_bomb_meets_its_limit(tmp_path: Path) -> None:
 def test_many_processes_together_meet_the_limit_of_memory(tmp_path: Path) -> None:
     """None of them takes much. Only a group counts them together, and only then the words say so."""
     code = """
-import os, time
-pids = []
+import os
+go_on, told = os.pipe()
+children = []
 for _ in range(8):
+    has_it, says = os.pipe()
     pid = os.fork()
     if pid == 0:
         kept = bytearray(b'x') * (80 << 20)
-        time.sleep(2)
+        os.write(says, b'x')
+        os.read(go_on, 1)
         os._exit(0)
-    pids.append(pid)
+    os.close(says)
+    children.append((pid, has_it))
+for _, has_it in children:
+    os.read(has_it, 1)  # it has its memory, or was ended
+os.write(told, b'x' * 8)
+pids = [pid for pid, _ in children]
 print(sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
 """
     with limited(tmp_path) as worker:

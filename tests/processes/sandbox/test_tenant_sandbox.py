@@ -4,6 +4,7 @@ without any rights.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -134,18 +135,18 @@ def test_a_lease_that_ends_takes_the_processes_of_its_tenant_along(tenant: Local
     tenant.arm(now_us() + 100_000, now_us() + 200_000)
     with pytest.raises(WorkerLost):
         run(tenant, "import time; time.sleep(30)")
-    for pid in _pids_of_uid(tenant_sandbox.uid_of(7)):
-        raise AssertionError(f"{pid} lives on")
+    wait_until(lambda: not _pids_of_uid(tenant_sandbox.uid_of(7)))
 
 
 def _pids_of_uid(uid: int | None) -> list[str]:
     if uid is None or os.getuid() != 0:
         return []
-    return [
-        p
-        for p in os.listdir("/proc")
-        if p.isdigit() and os.path.exists(f"/proc/{p}") and os.stat(f"/proc/{p}").st_uid == uid
-    ]
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has just gone
+            if os.stat(f"/proc/{pid}").st_uid == uid:
+                found.append(pid)
+    return found
 
 
 # --- threat 15 ---
