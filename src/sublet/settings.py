@@ -35,6 +35,7 @@ class Spec:
     variable: str
     help: str
     secret: bool = False
+    studio: bool = False  # a command that a run starts has no use for it
 
 
 SPECS = (
@@ -77,22 +78,26 @@ SPECS = (
         "SUBLET_ISOLATION",
         "what a studio does where it cannot keep tenants apart: required (one tenant only), or none, by "
         "name, for people who trust each other",
+        studio=True,
     ),
     Spec(
         "worker_memory",
         "SUBLET_WORKER_MEMORY",
         "the most memory of one studio session's worker: a size such as 16GiB, or a share of the machine's "
         "such as 50%",
+        studio=True,
     ),
     Spec(
         "worker_processes",
         "SUBLET_WORKER_PROCESSES",
         "the most processes and threads of one studio session's worker",
+        studio=True,
     ),
     Spec(
         "worker_cpu_weight",
         "SUBLET_WORKER_CPU_WEIGHT",
         "its share of a busy machine's CPU, beside 100 of each other one",
+        studio=True,
     ),
     Spec("price", "SUBLET_PRICE", "what a GPU-hour costs, such as 2.50: shown under cells and in reports"),
     Spec("host", "SUBLET_HOST", "the name of this machine in the ledger"),
@@ -107,17 +112,20 @@ SPECS = (
         "SUBLET_DISK_RESERVE",
         "what tenants of a studio leave free on the ledger's disk, such as 10GiB; auto: 1GiB, or a twentieth "
         "of a small disk",
+        studio=True,
     ),
     Spec(
         "scratch_limit",
         "SUBLET_SCRATCH_LIMIT",
         "how much the files of one studio session may take on its host, such as 50GiB; 'none' for no limit",
+        studio=True,
     ),
     Spec(
         "tenant_network",
         "SUBLET_TENANT_NETWORK",
         "what tenants' workers may reach: guarded (the internet, not this host's services or the cloud's "
         "metadata), none or open",
+        studio=True,
     ),
 )
 

@@ -85,6 +85,9 @@ class Story:
         path = self.place / f"at{self.shelf.version}.db"
         self.shelf.rig.sql("VACUUM INTO ?", str(path))
         shutil.copy(path, path.with_suffix(".kept"))
+        shutil.copy(
+            f"{self.shelf.rig.url.removeprefix('sqlite:')}-stamp", path.with_suffix(".stamp")
+        )  # or it is a copy from the past
         self.copies[self.shelf.version] = path
 
     def saves(self, versions: int) -> None:
@@ -155,6 +158,7 @@ class Story:
         folder.mkdir()
         path = folder / "ledger.db"
         shutil.copy(self.copies[version].with_suffix(".kept"), path)
+        shutil.copy(self.copies[version].with_suffix(".stamp"), f"{path}-stamp")
         ledger = open_ledger(f"sqlite:{path}", VirtualClock())
         for replica in replicas:
             replica.check()

@@ -198,7 +198,7 @@ def _order(prepared: PreparedRun) -> CommandOrder:
 
 def settings_as_variables(settings: Settings, tenant: str) -> dict[str, str]:
     """The settings, so that whatever the command calls finds the same ledger, store and devices."""
-    ours = {spec.variable: settings[spec.name] for spec in SPECS if settings[spec.name]}
+    ours = {spec.variable: settings[spec.name] for spec in SPECS if settings[spec.name] and not spec.studio}
     # A limit of this process is not one of the command's; it is told by notice.
     ours.pop("SUBLET_TIME_LIMIT", None)
     return ours | {"SUBLET_TENANT": tenant}
