@@ -17,8 +17,12 @@ import pytest
 
 import sublet
 from sublet.core.errors import Disconnected, Fenced, LeaseLost
+from sublet.core.leasing.lease import EndReason
 from sublet.core.progress import effect as effects
+from sublet.leases.lease import Lease
 from sublet.leases.progress_line import ProgressLine
+from sublet.notice_bus.bus import NoticeBus
+from sublet.settings import load_settings
 from sublet.store.checkpoints import CheckpointStore
 from sublet.training import saves, single_runner
 from sublet.training.train import leave_the_waitlist
@@ -635,3 +639,22 @@ def test_the_bar_ends_where_it_ends() -> None:
         log={},
     )
     assert f"[{'#' * 16}] 10/5" in out.getvalue()
+
+
+@pytest.mark.parametrize("every", [2, 1000])
+def test_a_lease_that_ended_behind_the_runs_back_is_a_lease_that_is_lost(
+    sqlite_home: Home, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """S2: the ledger knew before this process did, and refused the commit of what was saved."""
+    run = begun(every=every)
+    monkeypatch.setattr(Lease, "check", lambda lease: None)
+    monkeypatch.setattr(NoticeBus, "notice", None)
+    with pytest.raises(LeaseLost, match="the lease of this run has ended: ") as lost:
+        for step in run.steps(6):
+            if step.number == 3:
+                ledger = open_ledger(load_settings())
+                ledger.revoke(
+                    ledger.leases()[0].lease.id, reason=EndReason.REVOKED, detail="", grace_us=0, actor="test"
+                )
+    assert isinstance(lost.value.__cause__, Fenced)
+    run.close()

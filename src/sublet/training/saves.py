@@ -25,8 +25,10 @@ from typing import Any
 from sublet.core.errors import (
     BadInput,
     Disconnected,
+    Fenced,
     FingerprintMismatch,
     HeadMoved,
+    LeaseLost,
     NotDurable,
     SubletError,
     Unsavable,
@@ -241,6 +243,8 @@ class Saves:
             saved = behind.saving.result()
         except Exception as failure:  # interrupted, it is still under way
             self.under_way = None
+            if isinstance(failure, Fenced):
+                raise _lost(failure) from failure
             if not isinstance(failure, (*NOT_SAVED, *_MOVED)):
                 raise
             self._not_saved(failure, behind.step, behind.span)
@@ -280,6 +284,8 @@ class Saves:
             )
         except Unsavable as refused:
             raise self._captured.explained(refused) from refused
+        except Fenced as fenced:
+            raise _lost(fenced) from fenced
         except (*NOT_SAVED, *_MOVED) as failure:
             self._put_back(step, span)
             self._find_out()
@@ -496,3 +502,8 @@ class Saves:
                 f"not saved: {failure}. Step {self._position.committed:,} is committed; trying again in "
                 f"{format_duration(self._retry_at - now)}"
             )
+
+
+def _lost(fenced: Fenced) -> LeaseLost:
+    """What a refused commit means for a run: its lease has ended, and the ledger knew it first."""
+    return LeaseLost(f"the lease of this run has ended: {fenced.message}")
