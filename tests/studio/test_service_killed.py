@@ -77,7 +77,7 @@ def test_sessions_waitlist_and_meters_outlive_the_service(hosted: HostedSessions
     callers = {name: Caller(served.port, token) for name, token in tokens.items()}
 
     def opened(name: str, vram: str) -> str:
-        status, found = callers[name].ask("POST", "/v1/sessions", {"vram": vram, "ttl": "5m"})
+        status, found = callers[name].ask("POST", "/v1/sessions", {"vram": vram, "ttl": "30m"})
         assert status == 201, found
         return str(found["id"])
 
