@@ -439,7 +439,68 @@ def kind_of_live(thing: Any) -> Kind | None:
         return _CTYPES
     if issubclass(cls, threading.Thread):
         return OF_THE_PROCESS
+    if can_be_closed(cls) and _CLOSED[class_name(cls)][0](thing):
+        return _CLOSED_KIND
     return None
+
+
+# --- what was closed ----------------------------------------------------------------------------------------
+
+
+class ClosedKind(Kind):
+    """Something of the process that was closed: there is nothing left in it."""
+
+    def content(self, thing: Any) -> Any:
+        return None
+
+    def bare(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return closed_one, (class_name(type(thing)),)
+
+    @staticmethod
+    def fill(thing: Any, content: Any) -> None:
+        if not _CLOSED[class_name(type(thing))][0](thing):  # the beginning may have it open by now
+            thing.close()
+
+
+def _is_a_closed_base(thing: Any) -> bool:
+    try:
+        return thing.in_transaction is None
+    except import_module("sqlite3").ProgrammingError:
+        return True
+
+
+def _closed_cursor() -> Any:
+    base = import_module("sqlite3").connect(":memory:")
+    made = base.cursor()
+    base.close()
+    return made
+
+
+#: By the name of their class: whether one is closed, and how a closed one is made.
+_CLOSED: dict[str, tuple[Callable[[Any], bool], Callable[[], Any]]] = {
+    "sqlite3.Connection": (_is_a_closed_base, lambda: import_module("sqlite3").connect(":memory:")),
+    "sqlite3.Cursor": (lambda thing: _is_a_closed_base(thing.connection), _closed_cursor),
+    "socket.socket": (lambda thing: bool(thing.fileno() < 0), lambda: import_module("socket").socket()),
+    "select.epoll": (lambda thing: bool(thing.closed), lambda: import_module("select").epoll()),
+    "mmap.mmap": (lambda thing: bool(thing.closed), lambda: import_module("mmap").mmap(-1, 1)),
+}
+
+
+def closed_one(name: str) -> Any:
+    made = _CLOSED[name][1]()
+    ClosedKind.fill(made, None)
+    return made
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def can_be_closed(cls: type) -> bool:
+    return class_name(cls) in _CLOSED
+
+
+_CLOSED_KIND = ClosedKind()
 
 
 def profiled(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
