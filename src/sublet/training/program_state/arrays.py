@@ -11,7 +11,6 @@ Rules of this file:
 from __future__ import annotations
 
 import ctypes
-import gc
 import random
 import sys
 from collections.abc import Callable
@@ -244,38 +243,6 @@ def mapped_file(name: str, dtype: Any, mode: str, offset: int, shape: tuple[int,
     if block:
         use_as(block, made.reshape(-1).view(numpy.uint8))
     return made
-
-
-class MadeUfuncKind(Kind):
-    """A function of one element that `numpy.frompyfunc` made one of arrays, as `numpy.vectorize` does."""
-
-    def parts(self, thing: Any) -> Parts:
-        return [(".function", made_of(thing))]
-
-    def content(self, thing: Any) -> Any:
-        return None
-
-    def bare(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return ufunc_of, (made_of(thing), thing.nin, thing.nout, thing.identity)
-
-    @staticmethod
-    def fill(thing: Any, content: Any) -> None:
-        pass
-
-
-def made_of(ufunc: Any) -> Any:
-    """None for one of a library in C."""
-    return next((one for one in gc.get_referents(ufunc) if callable(one)), None)
-
-
-def ufunc_of(function: Any, taken: int, given: int, identity: Any) -> Any:
-    named = {} if identity is None else {"identity": identity}
-    return _numpy().frompyfunc(function, taken, given, **named)
-
-
-def is_ufunc_class(cls: type) -> bool:
-    numpy = numpy_here()
-    return numpy is not None and cls is numpy.ufunc
 
 
 # --- torch --------------------------------------------------------------------------------------------------
@@ -560,7 +527,7 @@ _PYTHON_RANDOM, _BIT_GENERATOR, _NUMPY_GENERATOR = (
     BitGeneratorKind(),
     NumpyGeneratorKind(),
 )
-_RANDOM_STATE, _DEVICE_GENERATOR, _MADE_UFUNC = RandomStateKind(), DeviceGeneratorKind(), MadeUfuncKind()
+_RANDOM_STATE, _DEVICE_GENERATOR = RandomStateKind(), DeviceGeneratorKind()
 
 
 def kind_of_array(thing: Any) -> Kind | None:
@@ -572,8 +539,6 @@ def kind_of_array(thing: Any) -> Kind | None:
     if numpy is not None:
         if issubclass(cls, numpy.ndarray):
             return NUMPY_ARRAY
-        if cls is numpy.ufunc and made_of(thing) is not None:
-            return _MADE_UFUNC
         if issubclass(cls, (numpy.generic, numpy.dtype)):
             return _VALUE
         if issubclass(cls, numpy.random.Generator):

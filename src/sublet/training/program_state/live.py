@@ -40,6 +40,7 @@ from sublet.training.program_state.iterators import (
     place_in_deque,
 )
 from sublet.training.program_state.kinds import OF_THE_PROCESS, Kind, Parts, Reduced, Unknown, Value
+from sublet.training.program_state.memory import numpy_here
 from sublet.training.program_state.references import FINALIZER
 
 #: Whose objects are machinery: caches, compiled code, own connections. Found by their class's module.
@@ -439,6 +440,8 @@ def kind_of_live(thing: Any) -> Kind | None:
         return _CTYPES
     if issubclass(cls, threading.Thread):
         return OF_THE_PROCESS
+    if is_ufunc_class(cls) and made_of(thing) is not None:
+        return _MADE_UFUNC
     if can_be_closed(cls) and _CLOSED[class_name(cls)][0](thing):
         return _CLOSED_KIND
     return None
@@ -501,6 +504,41 @@ def can_be_closed(cls: type) -> bool:
 
 
 _CLOSED_KIND = ClosedKind()
+
+
+class MadeUfuncKind(Kind):
+    """A function of one element that `numpy.frompyfunc` made one of arrays, as `numpy.vectorize` does."""
+
+    def parts(self, thing: Any) -> Parts:
+        return [(".function", made_of(thing))]
+
+    def content(self, thing: Any) -> Any:
+        return None
+
+    def bare(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return ufunc_of, (made_of(thing), thing.nin, thing.nout, thing.identity)
+
+    @staticmethod
+    def fill(thing: Any, content: Any) -> None:
+        pass
+
+
+def made_of(ufunc: Any) -> Any:
+    """None for one of a library in C."""
+    return next((one for one in gc.get_referents(ufunc) if callable(one)), None)
+
+
+def ufunc_of(function: Any, taken: int, given: int, identity: Any) -> Any:
+    named = {} if identity is None else {"identity": identity}
+    return import_module("numpy").frompyfunc(function, taken, given, **named)
+
+
+def is_ufunc_class(cls: type) -> bool:
+    numpy = numpy_here()
+    return numpy is not None and cls is numpy.ufunc
+
+
+_MADE_UFUNC = MadeUfuncKind()
 
 
 def profiled(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

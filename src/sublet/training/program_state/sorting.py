@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sublet.training.program_state import functions, references
-from sublet.training.program_state.arrays import is_tensor_class, is_ufunc_class, kind_of_array
+from sublet.training.program_state.arrays import is_tensor_class, kind_of_array
 from sublet.training.program_state.cpython import tracebacks
 from sublet.training.program_state.kinds import (
     NAMED,
@@ -42,7 +42,13 @@ from sublet.training.program_state.kinds import (
     layout_of,
     reduced,
 )
-from sublet.training.program_state.live import can_be_closed, class_name, is_machinery, kind_of_live
+from sublet.training.program_state.live import (
+    can_be_closed,
+    class_name,
+    is_machinery,
+    is_ufunc_class,
+    kind_of_live,
+)
 
 LIST, DICT, SET, DEQUE, BYTES = ListKind(), DictKind(), SetKind(), DequeKind(), BytesKind()
 TUPLE = Through(enumerate)
