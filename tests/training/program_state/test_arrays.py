@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import numpy
 import pytest
@@ -335,3 +336,49 @@ def test_a_tensor_whose_graph_is_gone_is_made_where_no_graph_is_needed() -> None
     assert made.requires_grad
     with pytest.raises(NotResumable, match="MulBackward0"):
         made.sum().backward()
+
+
+def test_a_file_that_is_mapped_to_be_read_goes_on_elsewhere(tmp_path: Path) -> None:
+    assert_carried(f"""
+import numpy as np
+np.arange(40, dtype="u2").tofile({str(tmp_path / "tokens")!r})
+np.save({str(tmp_path / "saved.npy")!r}, np.asfortranarray(np.arange(40.0).reshape(8, 5)))
+class Tokens:
+    def __init__(self): self.data = np.memmap({str(tmp_path / "tokens")!r}, dtype="u2", mode="r", offset=4)
+tokens, part = Tokens(), None
+saved = np.load({str(tmp_path / "saved.npy")!r}, mmap_mode="r")
+early = saved[2:, 1]
+begin()
+for n in range(6):
+    late = Tokens()
+    part = late.data[n:][::2] if n % 2 else tokens.data[n:]
+    plain = np.asarray(saved)[n:, 3]
+    step()
+    print(tokens.data[n], part[:3], plain[0], early[0], type(part).__name__, saved[n], late.data.offset)
+""")
+
+
+def test_a_file_that_is_mapped_to_be_written_is_refused(tmp_path: Path) -> None:
+    refused = carry(f"""
+import numpy as np
+mine = np.memmap({str(tmp_path / "mine")!r}, dtype="u2", mode="w+", shape=(4,))
+begin()
+for n in range(4):
+    step()
+""").refused
+    assert refused == "mine.base mmap "
+
+
+def test_functions_of_arrays_that_were_made_of_functions_of_elements_go_on_elsewhere() -> None:
+    assert_carried("""
+import numpy as np
+twice = np.frompyfunc(lambda one, other: one * 2 + other, 2, 1)
+more = np.vectorize(lambda one: one + 1.5, otypes=[float])
+more(np.arange(3))
+begin()
+for n in range(6):
+    late = np.frompyfunc(lambda one: one + n, 1, 1)
+    found = twice(n, 1), more(np.arange(n + 1)), np.add.reduce([n, 1])
+    step()
+    print(found, late(1))
+""")

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from sublet.training.program_state.sorting import Sorting
-from tests.training.program_state.carried import assert_carried
+from tests.training.program_state.carried import assert_carried, carry
 
 
 @pytest.fixture
@@ -94,4 +94,59 @@ for n in range(5):
     keys = sorted([*keys, key(n * 7 % 5)])
     step()
     print(found, [one.obj for one in keys])
+""")
+
+
+def test_what_was_closed_goes_on_elsewhere() -> None:
+    assert_carried("""
+import mmap, selectors, socket, sqlite3
+chooser = selectors.DefaultSelector()
+chooser.close()
+base = sqlite3.connect(":memory:")
+cursor = base.cursor()
+base.close()
+early, mapped, to_be_closed = socket.socket(), mmap.mmap(-1, 10), None
+early.close()
+mapped.close()
+begin()
+for n in range(6):
+    late = sqlite3.connect(":memory:")
+    found = late.execute("select 1").fetchone()
+    late.close()
+    with socket.socket() as to_be_closed: pass
+    step()
+    try: base.execute("select 1")
+    except sqlite3.ProgrammingError as error: print(error, found)
+    print(early.fileno(), mapped.closed, to_be_closed.fileno(), cursor.connection is not None)
+""")
+
+
+def test_what_is_open_is_refused_though_another_was_closed() -> None:
+    for then in ("", "mine.close()"):
+        refused = carry(f"""
+import sqlite3
+closed, mine = sqlite3.connect(":memory:"), sqlite3.connect(":memory:")
+closed.close()
+{then}
+begin()
+for n in range(4):
+    step()
+""").refused
+        assert refused == ("" if then else "mine Connection ")
+
+
+def test_finalizers_that_call_functions_of_python_go_on_elsewhere() -> None:
+    assert_carried("""
+import functools, weakref
+class Node: pass
+told, nodes = [], [Node()]
+weakref.finalize(nodes[0], told.append, "early")
+begin()
+for n in range(6):
+    nodes.append(Node())
+    weakref.finalize(nodes[-1], told.append, n)
+    weakref.finalize(nodes[-1], functools.partial(print, "gone"), n)
+    if n > 1: nodes.pop(0)
+    step()
+    print(told)
 """)

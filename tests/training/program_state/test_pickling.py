@@ -523,3 +523,22 @@ REFUSED = {
 def test_what_cannot_be_taken_is_refused_in_words_at_the_beginning(name: str) -> None:
     text, words = REFUSED[name]
     assert words in carry(f"{text}begin()\nstep()\n").refused
+
+
+def test_what_knows_better_how_it_is_saved_is_asked_when_it_comes_late() -> None:
+    """Matplotlib's pages are such: made again from three numbers, and with functions of C as attributes."""
+    assert_carried("""
+import re
+class Page:
+    def __init__(self, size):
+        self.size, self.drawn = size, re.compile("a").scanner("a" * size)
+        self.draw = self.drawn.search
+    def __getstate__(self): return {"size": self.size}
+    def __setstate__(self, state): self.__init__(state["size"])
+pages = []
+begin()
+for n in range(6):
+    pages.append(Page(n + 1))
+    step()
+    print([page.size for page in pages], bool(pages[-1].draw()))
+""")

@@ -154,3 +154,19 @@ for i in range(5):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_goes_on_elsewhere(name: str) -> None:
     assert_carried(PROGRAMS[name])
+
+
+def test_how_arrays_are_printed_and_random_numbers_of_the_system_go_on_elsewhere() -> None:
+    assert_carried("""
+import random
+import numpy as np
+early = random.SystemRandom()
+early.asked = []
+begin()
+for n in range(6):
+    if n == 1: np.set_printoptions(precision=1)
+    early.asked.append(0 <= early.random() < 1)
+    late = random.SystemRandom()
+    step()
+    print(np.array([1.23456]), early.asked, 0 <= late.random() < 1)
+""")

@@ -42,11 +42,11 @@ def _numpy() -> Any:
 
 class NumpyArrayKind(Kind):
     def parts(self, thing: Any) -> Parts:
-        if thing.base is not None and not isinstance(thing.base, (bytes, str)):
+        if thing.base is not None and not isinstance(thing.base, (bytes, str)) and not _is_read_map(thing):
             yield ".base", thing.base
         if thing.dtype == object and thing.base is None:
             yield from ((f".flat[{at}]", member) for at, member in enumerate(thing.ravel().tolist()))
-        for name, value in (attributes_of(thing) or {}).items():
+        for name, value in (_attributes(thing) or {}).items():
             yield f".{name}", value
 
     def note(self, thing: Any) -> Any:
@@ -57,10 +57,12 @@ class NumpyArrayKind(Kind):
 
     def content(self, thing: Any) -> Any:
         _check_records(thing)
-        attributes = attributes_of(thing)
+        attributes = _attributes(thing)
         root = _root(thing)
         found: Any
-        if root is not thing:
+        if _is_read_map(root):
+            found = None
+        elif root is not thing:
             found = root
             if root.base is None and thing.size and not thing.dtype.hasobject:
                 BLOCKS[-1].viewed(root, thing, *_bounds(thing))
@@ -82,7 +84,7 @@ class NumpyArrayKind(Kind):
             block = "" if thing.dtype == object else _place(thing)[0]
             return new_array, (kind, block, thing.dtype, thing.shape, order)
         root = _root(thing)
-        if root is not thing and root.base is None and not root.dtype.hasobject:
+        if root is not thing and (root.base is None or _is_read_map(root)) and not root.dtype.hasobject:
             return view_of_array, (kind, root, thing.dtype, thing.shape, thing.strides, _offset(thing, root))
         return _view_of_others(thing, kind, root.base)
 
@@ -97,10 +99,29 @@ class NumpyArrayKind(Kind):
         if attributes is not None:
             there = attributes_of(thing)
             assert there is not None
+            mapped = {_MAP: vars(_root(thing))[_MAP]} if _is_read_map(_root(thing)) and _MAP in there else {}
             there.clear()
-            there.update(attributes)
+            there.update({**attributes, **mapped})
         if thing.flags.writeable != writeable:
             thing.flags.writeable = writeable
+
+
+_MAP = "_mmap"  # the attribute of a `numpy.memmap`
+
+
+def _is_read_map(array: Any) -> bool:
+    """A file that was mapped to be read: what it holds is the file's, and who maps it again has the same."""
+    kind = type(array)
+    known = kind.__name__ == "memmap" and kind.__module__.startswith("numpy")
+    is_root = known and array.base is getattr(array, _MAP, None)
+    return is_root and array.mode == "r" and array.filename is not None
+
+
+def _attributes(thing: Any) -> dict[str, Any] | None:
+    found = attributes_of(thing)
+    if found and _MAP in found and _is_read_map(_root(thing)):
+        return {name: value for name, value in found.items() if name != _MAP}
+    return found
 
 
 def _check_records(thing: Any) -> None:
@@ -415,7 +436,8 @@ def storage_of(view: tuple[Any, ...]) -> Any:
 
 class PythonRandomKind(Kind):
     def content(self, thing: random.Random) -> Any:
-        return thing.getstate(), dict(vars(thing))
+        is_the_systems = isinstance(thing, random.SystemRandom)  # which has no state
+        return None if is_the_systems else thing.getstate(), dict(vars(thing))
 
     def bare(self, thing: random.Random) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return random.Random.__new__, (type(thing),)
@@ -423,7 +445,8 @@ class PythonRandomKind(Kind):
     @staticmethod
     def fill(thing: random.Random, content: Any) -> None:
         state, attributes = content
-        random.Random.setstate(thing, state)
+        if state is not None:
+            random.Random.setstate(thing, state)
         vars(thing).clear()
         vars(thing).update(attributes)
 
@@ -511,7 +534,7 @@ def kind_of_array(thing: Any) -> Kind | None:
     """The kind of arrays, tensors and generators of random numbers; None for everything else."""
     cls = type(thing)
     numpy, torch = numpy_here(), torch_here()
-    if issubclass(cls, random.Random) and not issubclass(cls, random.SystemRandom):
+    if issubclass(cls, random.Random):
         return _PYTHON_RANDOM
     if numpy is not None:
         if issubclass(cls, numpy.ndarray):

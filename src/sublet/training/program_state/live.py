@@ -40,6 +40,7 @@ from sublet.training.program_state.iterators import (
     place_in_deque,
 )
 from sublet.training.program_state.kinds import OF_THE_PROCESS, Kind, Parts, Reduced, Unknown, Value
+from sublet.training.program_state.memory import numpy_here
 from sublet.training.program_state.references import FINALIZER
 
 #: Whose objects are machinery: caches, compiled code, own connections. Found by their class's module.
@@ -439,7 +440,105 @@ def kind_of_live(thing: Any) -> Kind | None:
         return _CTYPES
     if issubclass(cls, threading.Thread):
         return OF_THE_PROCESS
+    if is_ufunc_class(cls) and made_of(thing) is not None:
+        return _MADE_UFUNC
+    if can_be_closed(cls) and _CLOSED[class_name(cls)][0](thing):
+        return _CLOSED_KIND
     return None
+
+
+# --- what was closed ----------------------------------------------------------------------------------------
+
+
+class ClosedKind(Kind):
+    """Something of the process that was closed: there is nothing left in it."""
+
+    def content(self, thing: Any) -> Any:
+        return None
+
+    def bare(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return closed_one, (class_name(type(thing)),)
+
+    @staticmethod
+    def fill(thing: Any, content: Any) -> None:
+        if not _CLOSED[class_name(type(thing))][0](thing):  # the beginning may have it open by now
+            thing.close()
+
+
+def _is_a_closed_base(thing: Any) -> bool:
+    try:
+        return thing.in_transaction is None
+    except import_module("sqlite3").ProgrammingError:
+        return True
+
+
+def _closed_cursor() -> Any:
+    base = import_module("sqlite3").connect(":memory:")
+    made = base.cursor()
+    base.close()
+    return made
+
+
+#: By the name of their class: whether one is closed, and how a closed one is made.
+_CLOSED: dict[str, tuple[Callable[[Any], bool], Callable[[], Any]]] = {
+    "sqlite3.Connection": (_is_a_closed_base, lambda: import_module("sqlite3").connect(":memory:")),
+    "sqlite3.Cursor": (lambda thing: _is_a_closed_base(thing.connection), _closed_cursor),
+    "socket.socket": (lambda thing: bool(thing.fileno() < 0), lambda: import_module("socket").socket()),
+    "select.epoll": (lambda thing: bool(thing.closed), lambda: import_module("select").epoll()),
+    "mmap.mmap": (lambda thing: bool(thing.closed), lambda: import_module("mmap").mmap(-1, 1)),
+}
+
+
+def closed_one(name: str) -> Any:
+    made = _CLOSED[name][1]()
+    ClosedKind.fill(made, None)
+    return made
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def can_be_closed(cls: type) -> bool:
+    return class_name(cls) in _CLOSED
+
+
+_CLOSED_KIND = ClosedKind()
+
+
+class MadeUfuncKind(Kind):
+    """A function of one element that `numpy.frompyfunc` made one of arrays, as `numpy.vectorize` does."""
+
+    def parts(self, thing: Any) -> Parts:
+        return [(".function", made_of(thing))]
+
+    def content(self, thing: Any) -> Any:
+        return None
+
+    def bare(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return ufunc_of, (made_of(thing), thing.nin, thing.nout, thing.identity)
+
+    @staticmethod
+    def fill(thing: Any, content: Any) -> None:
+        pass
+
+
+def made_of(ufunc: Any) -> Any:
+    """None for one of a library in C."""
+    return next((one for one in gc.get_referents(ufunc) if callable(one)), None)
+
+
+def ufunc_of(function: Any, taken: int, given: int, identity: Any) -> Any:
+    named = {} if identity is None else {"identity": identity}
+    return import_module("numpy").frompyfunc(function, taken, given, **named)
+
+
+def is_ufunc_class(cls: type) -> bool:
+    numpy = numpy_here()
+    return numpy is not None and cls is numpy.ufunc
+
+
+_MADE_UFUNC = MadeUfuncKind()
 
 
 def profiled(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -107,7 +107,10 @@ class Taking:
             except (Overlap, _Learned):
                 continue
             except Unknown as unknown:
+                known = len(self._sorting.ask_themselves)
                 found = self._where(unknown, roots)
+                if len(self._sorting.ask_themselves) > known:
+                    continue  # on the way to it was one that knows better
                 asked = [self._sorting.ask_itself(type(holder)) for _, _, _, holder in found]
                 if not any(asked):
                     raise CannotBeSaved([(path, thing, why) for path, thing, why, _ in found]) from unknown

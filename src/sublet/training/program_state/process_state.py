@@ -62,9 +62,10 @@ def take_process(since: Mapping[str, str]) -> dict[str, Any]:
 def put_process(taken: Mapping[str, Any], since: Mapping[str, str]) -> None:
     random.setstate(taken["random"])
     if taken["numpy"] is not None and (numpy := numpy_here()) is not None:
-        state, errors = taken["numpy"]
+        state, errors, printed = taken["numpy"]
         numpy.random.set_state(with_arrays(state))
         numpy.seterr(**errors)
+        numpy.set_printoptions(**printed)
     if taken["torch"] is not None and torch_here() is not None:
         _put_torch_state(taken["torch"])
     _put_environment(taken["environment"], since)
@@ -168,7 +169,9 @@ def _folder() -> str:
 
 def _numpy_state() -> Any:
     numpy = numpy_here()
-    return None if numpy is None else (with_bytes(numpy.random.get_state(legacy=False)), numpy.geterr())
+    if numpy is None:
+        return None
+    return with_bytes(numpy.random.get_state(legacy=False)), numpy.geterr(), numpy.get_printoptions()
 
 
 def _environment_changes(since: Mapping[str, str]) -> dict[str, str | None]:
@@ -431,6 +434,17 @@ def names_set(codes: Iterable[types.CodeType], files: Iterable[str | None]) -> f
         with contextlib.suppress(OSError, UnicodeDecodeError, TypeError):
             found |= {one or other for one, other in _SETS.findall(Path(str(path)).read_text())}
     return frozenset(name for name in found if not name.startswith("__"))
+
+
+def speaks_of(word: str, codes: Iterable[types.CodeType], files: Iterable[str | None]) -> bool:
+    """Whether a program has this name in its code, or in the text of its modules."""
+    if any(word in _names_in(code) for code in codes):
+        return True
+    for path in files:
+        with contextlib.suppress(OSError, UnicodeDecodeError, TypeError):
+            if re.search(rf"\b{word}\b", Path(str(path)).read_text()):
+                return True
+    return False
 
 
 def _set_in(code: types.CodeType) -> Iterator[str]:

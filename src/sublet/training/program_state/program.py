@@ -35,6 +35,7 @@ from sublet.training.program_state.process_state import (
     decimal_variable,
     names_set,
     put_process,
+    speaks_of,
     take_process,
 )
 from sublet.training.program_state.references import finalizers
@@ -113,6 +114,7 @@ class Program:
         self._foreign = ForeignVariables(is_own)
         self._environment = dict(os.environ)
         self._anchors = Anchors(self._sorting)
+        self._makes_finalizers = False
         self._taking: Taking | None = None
         self._large = LargeBlocks()
         self._beginning: list[types.FrameType] = []  # of a process that goes on in other frames
@@ -125,6 +127,7 @@ class Program:
         codes = [code_objects.original(at.f_code)[0] for at in self.frames(frame)]
         files = [getattr(module, "__file__", None) for module in modules.values()]
         self._foreign.begin(names_set(codes, files))
+        self._makes_finalizers = speaks_of("finalize", codes, files)
         self._anchors.namespaces(self._namespace_kind, [vars(module) for module in modules.values()])
         roots = list(self._roots(frame, modules))
         with call_stack.standing(self.frames(frame)):
@@ -179,6 +182,9 @@ class Program:
         }
         return {"__main__": own.pop("__main__"), **dict(sorted(own.items()))}
 
+    def _finalizers(self) -> list[Any]:
+        return finalizers(self._is_own, makes_them=self._makes_finalizers)
+
     def _made_modules(self) -> list[types.ModuleType]:
         found = sorted(name for name, module in list(sys.modules.items()) if functions.made_by_hand(module))
         return [sys.modules[name] for name in found if self._is_own(name)]
@@ -188,7 +194,7 @@ class Program:
     ) -> Iterator[tuple[Edge, Any]]:
         for name, module in modules.items():
             yield "" if name == "__main__" else name, vars(module)
-        yield from ((f"(finalizer {at})", one) for at, one in enumerate(finalizers(self._is_own)))
+        yield from ((f"(finalizer {at})", one) for at, one in enumerate(self._finalizers()))
         yield from ((f"(logger {one.name})", one) for one in loggers(self._is_own))
         yield from decimal_variable()
         for name, cls, attribute, value in self._foreign.added():
@@ -240,7 +246,7 @@ class Program:
                 "stack": self.stack(frame),
                 "modules": {name: vars(module) for name, module in modules.items()},
                 "made": self._made_modules(),
-                "finalizers": finalizers(self._is_own),
+                "finalizers": self._finalizers(),
                 "loggers": loggers(self._is_own),
                 "foreign": self._foreign.take(),
                 "process": take_process(self._environment),
@@ -277,7 +283,7 @@ class Program:
                     remedy="give the script the same data, or seed what makes it, and begin a new job with "
                     "another --name",
                 )
-        for finalizer in finalizers(self._is_own):  # of the beginning's
+        for finalizer in self._finalizers():  # of the beginning's
             finalizer.detach()
         roots = Restore(self._anchors, taken.data, taken.recipes, taken.blocks, taken.sizes).put()
         self._anchors.note_holders()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -121,11 +123,19 @@ class FinalizerKind(Kind):
         entries[thing] = entry
 
 
-def finalizers(is_own: Callable[[str], bool]) -> list[Any]:
-    """The finalizers that wait and do something of the program's, held or not, the first first."""
+def finalizers(is_own: Callable[[str], bool], *, makes_them: bool) -> list[Any]:
+    """The finalizers that wait and do something of the program's, held or not, the first first. Of a program
+    that speaks of them (`makes_them`), those that call Python's own functions are, too: `list.append`."""
     entries = vars(weakref.finalize)["_registry"]
     found = sorted(entries.items(), key=lambda item: item[1].index)
-    return [one for one, entry in found if is_own(getattr(entry.func, "__module__", "") or "")]
+    return [one for one, entry in found if _is_programs(entry.func, is_own, makes_them)]
+
+
+def _is_programs(function: Any, is_own: Callable[[str], bool], makes_them: bool) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__
+    return is_own(module) or (makes_them and module.partition(".")[0] in sys.stdlib_module_names)
 
 
 REFERENCE, PROXY = Through(reference_parts), Through(proxy_parts)

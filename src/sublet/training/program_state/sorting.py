@@ -42,7 +42,13 @@ from sublet.training.program_state.kinds import (
     layout_of,
     reduced,
 )
-from sublet.training.program_state.live import is_machinery, kind_of_live
+from sublet.training.program_state.live import (
+    can_be_closed,
+    class_name,
+    is_machinery,
+    is_ufunc_class,
+    kind_of_live,
+)
 
 LIST, DICT, SET, DEQUE, BYTES = ListKind(), DictKind(), SetKind(), DequeKind(), BytesKind()
 TUPLE = Through(enumerate)
@@ -129,8 +135,8 @@ class Sorting:
         if kind is not None:
             return kind
         kind = self._of_class(thing, cls)
-        if not is_tensor_class(cls):  # one may be unlike another
-            self._known[cls] = kind
+        if not (is_tensor_class(cls) or can_be_closed(cls) or is_ufunc_class(cls)):
+            self._known[cls] = kind  # of the others one may be unlike another
         return kind
 
     def _of_class(self, thing: Any, cls: type) -> Kind:
@@ -173,10 +179,6 @@ class Sorting:
         self.ask_themselves.add(class_name(cls))
         self._known.pop(cls, None)
         return True
-
-
-def class_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _is_known_by_its_name(thing: Any) -> bool:

@@ -24,23 +24,28 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
-import io
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from sublet.core.errors import BadInput, NotDurable
 from sublet.machine.durable import make_folder, sync_path
-from sublet.training.scripts.files.descriptors import descriptors, path_of_descriptor
+from sublet.training.scripts.files.descriptors import (
+    descriptors,
+    held_by_files,
+    path_of_descriptor,
+    where_it_leads,
+)
 from sublet.training.scripts.files.events import (
     CHANGING,
     OUTSIDE,
     WRITES,
     changes_of,
+    is_library,
     is_our_own,
     left_alone_paths,
     only_appends,
@@ -50,7 +55,7 @@ from sublet.training.scripts.files.events import (
 )
 from sublet.training.scripts.files.journal import ChangeJournal
 from sublet.training.scripts.files.kept import KeptFiles
-from sublet.training.scripts.files.native_writers import make_them_announce
+from sublet.training.scripts.files.native_writers import MADE_NUMBER, make_them_announce
 from sublet.training.scripts.files.notes import (
     Forgotten,
     NameNote,
@@ -94,6 +99,7 @@ class FileHistory:
         self._outside: dict[str, str] = {}
         self._by_children = self._folder / "changed-by-children"
         self._by_number: dict[str, str] = {}  # what `os.open` opened for the program, and where
+        self._made_numbers: dict[int, tuple[str, str]] = {}  # of what has no path: where it leads, and words
         self._appended: set[Any] = set()  # since the position; as the program calls them
         # The last change of each thread, in this position and in the one before:
         self._last: dict[int, _Event] = {}
@@ -186,15 +192,17 @@ class FileHistory:
     def held_by_number(self) -> tuple[str, ...]:
         """What the program opened with `os.open` and reads or writes by the number: in another process the
         number may be of another file."""
-        found = [(fd, path_of_descriptor(fd)) for fd in descriptors()] if self._by_number else []
-        found = [(fd, path) for fd, path in found if path in self._by_number]
-        files = [file for file in gc.get_objects() if type(file) is io.FileIO] if found else []
-        known = {file.fileno() for file in files if not file.closed}
-        return tuple(
-            f"{self._shown(path)}, opened with os.open{self._by_number[path]}"
-            for fd, path in found
-            if fd > 2 and fd not in known and not self._is_left_alone(path)
-        )
+        named = self._by_number
+        paths = [(fd, path_of_descriptor(fd)) for fd in descriptors()] if named else []
+        found = {
+            fd: f"{self._shown(path)}, opened with os.open{named[path]}"
+            for fd, path in paths
+            if fd > 2 and path in named and not self._is_left_alone(path)
+        }
+        made = self._made_numbers.items()
+        found |= {fd: words for fd, (leads_to, words) in made if where_it_leads(fd) == leads_to}
+        known = held_by_files() if found else set()
+        return tuple(words for fd, words in found.items() if fd not in known)
 
     @property
     def outside(self) -> tuple[str, ...]:
@@ -216,6 +224,9 @@ class FileHistory:
             if args[0] in self._appended:
                 return
         frame = sys._getframe(2)
+        if event == MADE_NUMBER:
+            self._note_numbers(args[0], args[1], frame.f_back)
+            return
         if _opens_by_number(event, args):
             if not is_our_own(frame) and (path := real_path(args[0], follow=True)):
                 self._by_number[path] = users_line(frame)
@@ -237,6 +248,14 @@ class FileHistory:
             self._taker.put_back(*args)
         elif not is_our_own(frame) and (words := outside_of(event, args)):
             self._outside.setdefault(words, words + users_line(frame))
+
+    def _note_numbers(self, maker: str, made: int | tuple[int, ...], frame: FrameType | None) -> None:
+        """Of those that the program's own code made: a library puts its own into an object."""
+        if frame is None or is_our_own(frame) or is_library(frame.f_code.co_filename):
+            return
+        for fd in made if isinstance(made, tuple) else (made,):
+            words = f"descriptor {fd}, made with os.{maker}{users_line(frame)}"
+            self._made_numbers[fd] = where_it_leads(fd), words
 
     def _note(self, event: str, args: tuple[Any, ...], *, coming: bool) -> bool:
         """False where nothing can come of it, because a folder is not there."""
@@ -330,7 +349,7 @@ def _opens_by_number(event: str, args: tuple[Any, ...]) -> bool:
 
 _ABOUT_DESCRIPTORS = frozenset(["mmap.__new__", "fcntl.lockf", "fcntl.fcntl"])
 _OF_THE_SAME_FILE = frozenset(["open", "os.mkdir", "os.utime", "os.chmod", "os.chown", "os.truncate"])
-_HEARD = CHANGING | OUTSIDE | _ABOUT_DESCRIPTORS | {"os.chdir", "sublet.file_put_back"}
+_HEARD = CHANGING | OUTSIDE | _ABOUT_DESCRIPTORS | {"os.chdir", "sublet.file_put_back", MADE_NUMBER}
 _watching: list[FileHistory] = []
 #: Who is told of an event: the history that watches, or nobody.
 _told: list[Callable[[str, tuple[Any, ...]], None]] = []

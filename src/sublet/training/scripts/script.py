@@ -44,6 +44,7 @@ from sublet.training.scripts.file_history import FileHistory
 from sublet.training.scripts.file_kind import FILE, is_file
 from sublet.training.scripts.identity import changes, digest_of_identity, identity_of
 from sublet.training.scripts.importing import OwnModules
+from sublet.training.scripts.library_loops import GraphsThatWait
 from sublet.training.scripts.output import PrintedOnce
 from sublet.training.scripts.rehearsal import (
     RehearsalPlan,
@@ -119,6 +120,7 @@ class Script:
         self._saved: dict[str, Any] | None = None  # to be put back; None once it is
         self._frame: FrameType | None = None  # of the script, while a state may be taken
         self._inside = False  # a training loop of the script's own
+        self.graphs = GraphsThatWait()
         self.is_over = False  # it was saved at its end: nothing is left to be done
         self._was_told = False  # that nothing is saved
         self.was_changed = False  # since it was saved, and goes on all the same
@@ -209,8 +211,9 @@ class Script:
 
     def after_optimizer(self, *_: Any) -> None:
         """An optimizer has stepped."""
-        if self._program is not None and not self._inside and sys.exc_info()[0] is None:
-            self._between_steps(sys._getframe(1))
+        frame, is_ours = sys._getframe(1), self._program is not None and not self._inside
+        if is_ours and sys.exc_info()[0] is None and not self.graphs.are_there(frame):
+            self._between_steps(frame)
 
     # beginning
 
@@ -244,6 +247,7 @@ class Script:
         self._identity, self._program = self._identity_now(), program
         self._version = self._remembered().read()
         self._inside = bool(saved["inside"])
+        self.graphs.are_waited_for = bool(saved.get("graphs wait"))
         self._put_files_back(int(saved["files"]))
         go_on = program.put(_taken_from(saved))
         if self._output is not None:
@@ -469,6 +473,7 @@ class Script:
             "began": self._began,
             "identity": self._identity_now(),
             "inside": self._inside,
+            "graphs wait": self.graphs.are_waited_for,
             "place": self._place(),
             "kinds": sorted(self._kinds),
             "files": position,

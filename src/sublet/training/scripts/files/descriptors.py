@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -66,6 +68,23 @@ def is_locked(info: os.stat_result) -> bool:
 
 def descriptors() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def where_it_leads(fd: int) -> str:
+    """In the words of the system: a pipe has some, too. "" if it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def held_by_files() -> set[int]:
+    """Descriptors that belong to an object, which is found and opened again by what it is."""
+    there = gc.get_objects()
+    files = [one for one in there if type(one) is io.FileIO]
+    ends = [one for one in there if type(one).__module__ == "multiprocessing.connection"]
+    ends = [one for one in ends if hasattr(one, "fileno") and not one.closed]
+    return {one.fileno() for one in (*(file for file in files if not file.closed), *ends)}
 
 
 def _look(fd: int) -> os.stat_result | None:

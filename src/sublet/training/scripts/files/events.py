@@ -186,13 +186,13 @@ def is_our_own(frame: FrameType | None) -> bool:
         if name not in SPOKESMEN:
             if name.startswith(_OURS):
                 return True
-            if not _is_library(name) or name.startswith(_SITE_PACKAGES):
+            if not is_library(name) or name.startswith(_SITE_PACKAGES):
                 return False
         frame = frame.f_back
     return False
 
 
-def _is_library(name: str) -> bool:
+def is_library(name: str) -> bool:
     return name.startswith(("<frozen ", *_LIBRARIES))
 
 
@@ -200,7 +200,7 @@ def users_line(frame: FrameType | None) -> str:
     """Where in the user's own code we are: " at train.py:31", or ""."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OURS, "<")) and not _is_library(name):
+        if not name.startswith((_OURS, "<")) and not is_library(name):
             return f" at {os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

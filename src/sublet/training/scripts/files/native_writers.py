@@ -1,7 +1,8 @@
-"""Libraries that write files in native code, of which Python raises no event: they are made to announce it.
+"""What Python raises no event of, because native code does it: it is made to announce it.
 
-A function that is given a path raises Python's own event "open" before it goes on. So whoever listens need
-not know of these libraries.
+A function of a library that is given a path raises Python's own event "open" before it goes on. So whoever
+listens need not know of these libraries. A function of `os` that makes a number for what has no path (a pipe)
+raises `MADE_NUMBER` with its name and what it made.
 
 Rules of this file:
 - A library is not imported for this. It is changed when the script imports it, or at once if it has.
@@ -42,6 +43,8 @@ _WRITERS = (
     NativeWriter("pyarrow.parquet.core", "ParquetWriter", "__init__", "where"),
 )
 _MARK = "__announces__"
+MADE_NUMBER = "sublet.number_made"
+_MAKERS = ("pipe", "pipe2", "dup", "memfd_create", "eventfd", "openpty", "pidfd_open", "timerfd_create")
 _MODULES = frozenset(writer.module for writer in _WRITERS)
 
 
@@ -51,6 +54,9 @@ def make_them_announce() -> None:
         return
     for name in _MODULES & sys.modules.keys():
         _change(sys.modules[name])
+    for name in _MAKERS:
+        if hasattr(os, name):
+            setattr(os, name, _announcing_numbers(getattr(os, name)))
     sys.meta_path.insert(0, _Finder())
 
 
@@ -86,6 +92,17 @@ def _change(module: ModuleType) -> None:
         original = getattr(holder, writer.function, None)
         if original is not None and not hasattr(original, _MARK):
             setattr(holder, writer.function, _announcing(original, writer))
+
+
+def _announcing_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(*args: Any, **named: Any) -> Any:
+        made = original(*args, **named)
+        sys.audit(MADE_NUMBER, original.__name__, made)
+        return made
+
+    make.__module__ = "os"  # where a program finds it
+    return make
 
 
 def _announcing(original: Callable[..., Any], writer: NativeWriter) -> Callable[..., Any]:
