@@ -234,6 +234,7 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> tuple[list[str], dict[str, in
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     if spec.file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (spec.file_bytes, spec.file_bytes))
+    _rather_than_the_service()
     uid = own_uid(spec.number) if os.getuid() == 0 else None
     if uid is not None:
         _give_scratch(spec, uid)
@@ -262,12 +263,12 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> tuple[list[str], dict[str, in
         ProcessLog("tenant-sandbox")(f"its system calls are not filtered: {e}")
     os.umask(0o077)
     os.chdir(spec.scratch)
-    _rather_than_the_service()
     return reached, _limit_each(spec.rlimits)
 
 
 def _rather_than_the_service() -> None:
-    """When the whole machine is out of memory, the kernel ends a worker first."""
+    """When the whole machine is out of memory, the kernel ends a worker first. Said with CAP_SYS_RESOURCE, while
+    the service's rights are still there, it is the least that the worker can ask for itself."""
     try:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     except OSError as e:
