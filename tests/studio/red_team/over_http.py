@@ -33,9 +33,11 @@ def ask(
     token: str = "",
     body: Any = None,
     headers: Mapping[str, str] | None = None,
+    *,
+    source: str = "127.0.0.1",
 ) -> Said:
     """An answer's beginning: a stream is not waited for."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30, source_address=(source, 0))
     try:
         own = dict(headers or {})
         if token:

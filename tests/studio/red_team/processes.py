@@ -321,6 +321,7 @@ def _(facts: Facts) -> Any:
         for _ in range(400):
             pid = os.fork()
             if pid == 0:
+                signal.alarm(10)
                 signal.pause()
                 os._exit(0)
             pids.append(pid)
@@ -344,6 +345,7 @@ def _(facts: Facts) -> Any:
     for _ in range(7):
         pid = os.fork()
         if pid == 0:
+            signal.alarm(15)
             os.close(told)
             os.close(has_it)
             kept = bytearray(b"x") * (100 << 20)

@@ -6,6 +6,7 @@ returns what it got hold of, in words; nothing, or an error, is that it did not 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -76,6 +77,7 @@ def _alone(wanted: Attack, facts: Mapping[str, Any], as_uid: int) -> str:
     if pid == 0:
         try:
             os.close(reader)
+            os.setpgid(0, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS_MOST)
             if as_uid and wanted.control == "user":
@@ -89,9 +91,13 @@ def _alone(wanted: Attack, facts: Mapping[str, Any], as_uid: int) -> str:
         finally:
             os._exit(0)
     os.close(writer)
-    said = b""
-    while part := os.read(reader, 4096):
-        said += part
-    os.close(reader)
     os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)  # what it started and left
+    os.set_blocking(reader, False)
+    said = b""
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(reader, 4096):
+            said += part
+    os.close(reader)
     return str(json.loads(said)) if said else ""
