@@ -114,7 +114,7 @@ _REFUSED, _UNKNOWN = _ANSWER | errno.EPERM, _ANSWER | errno.ENOSYS
 _Line = tuple[int, int, int, int]
 
 
-class _Program(ctypes.Structure):
+class _SeccompProgram(ctypes.Structure):
     _fields_ = (("count", ctypes.c_ushort), ("lines", ctypes.c_void_p))
 
 
@@ -164,7 +164,7 @@ def filter_calls() -> None:
         raise OSError(errno.ENOSYS, f"the system calls of {machine} are not known")
     code = assembled(machine)
     held = ctypes.create_string_buffer(code, len(code))
-    program = _Program(len(code) // 8, ctypes.addressof(held))
+    program = _SeccompProgram(len(code) // 8, ctypes.addressof(held))
     kernel_calls.prctl(kernel_calls.PR_SET_NO_NEW_PRIVS, 1)
     kernel_calls.prctl(
         kernel_calls.PR_SET_SECCOMP, kernel_calls.SECCOMP_MODE_FILTER, ctypes.addressof(program)

@@ -267,8 +267,8 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> tuple[list[str], dict[str, in
 
 
 def _rather_than_the_service() -> None:
-    """When the whole machine is out of memory, the kernel ends a worker first. Said with CAP_SYS_RESOURCE, while
-    the service's rights are still there, it is the least that the worker can ask for itself."""
+    """When the whole machine is out of memory, the kernel ends a worker first. Said with CAP_SYS_RESOURCE,
+    while the service's rights are still there, it is the least that the worker can ask for itself."""
     try:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     except OSError as e:
