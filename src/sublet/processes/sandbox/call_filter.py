@@ -157,8 +157,8 @@ def assembled(machine: str) -> bytes:
 
 
 def filter_calls() -> None:
-    """Put the filter in force for this thread and what it starts. Raises `OSError` if the kernel does not take
-    it, or this machine's numbers are not known."""
+    """Put the filter in force for this thread and what it starts. Raises `OSError` if the kernel does not
+    take it, or this machine's numbers are not known."""
     machine = os.uname().machine
     if machine not in NUMBERS or ctypes.sizeof(ctypes.c_void_p) != 8:
         raise OSError(errno.ENOSYS, f"the system calls of {machine} are not known")
