@@ -167,6 +167,17 @@ def sessions() -> list[Part]:
             ),
         ),
         Part(
+            name="red-team",
+            shows="attacks of a tenant from inside its session and over HTTP, on its neighbour, the service and the machine, in four set-ups: "
+            "none succeeds where a second tenant is let in; bombs and floods, and the neighbour is answered through each",
+            rules="I1 I2 T1",
+            command=pytest("tests/studio/red_team"),
+            environment=asked(SUBLET_RED_TEAM=1),
+            expected_s=240,
+            limit_s=1200,
+            counts=printed(attacks=r"(\d+) attacks held", bombs_and_floods=r"(\d+) bombs and floods borne"),
+        ),
+        Part(
             name="studio",
             shows="a studio's service killed under load on both ledgers, and a hostile client among two hundred",
             rules="K3 T1 T4",

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from sublet.core.errors import BadInput, NotIsolated, WorkerLost
-from sublet.core.studio.isolation import HIDDEN_HOME, OWN_UID, READ_ONLY, SAME_UID, SCOPED
+from sublet.core.studio.isolation import FILTERED, HIDDEN_HOME, OWN_UID, READ_ONLY, SAME_UID, SCOPED
 from sublet.machine import lease_environment
 from sublet.processes.daemonize import spawn_detached
 from sublet.processes.sandbox import containment, tenant_sandbox
@@ -398,7 +398,9 @@ def test_without_namespaces_it_works_and_claims_nothing_it_has_not(
         return
     try:
         words = [w for w in worker.containment.split(", ") if "limited" not in w and " by " not in w]
-        assert [w for w in words if w != SCOPED] in (["subreaper", uid] for uid in (OWN_UID, SAME_UID))
+        assert [w for w in words if w not in (SCOPED, FILTERED)] in (
+            ["subreaper", uid] for uid in (OWN_UID, SAME_UID)
+        )
         assert not worker.scratch.startswith(str(home))
         fine, told = run(
             worker, f"import os\nassert os.getcwd() == {worker.scratch!r}\nopen('mine', 'w').close()"

@@ -22,6 +22,7 @@ HIDDEN_HOME = "hidden home"
 READ_ONLY = "read-only system"
 SCOPED = "own sockets"
 OWN_IPC = "own ipc"
+FILTERED = "filtered calls"
 OWN_UID = "own uid"
 SAME_UID = "same uid"
 

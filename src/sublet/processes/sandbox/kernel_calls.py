@@ -15,8 +15,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
+SECCOMP_MODE_FILTER = 2
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
@@ -37,8 +39,8 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def prctl(option: int, value: int) -> None:
-    _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
+def prctl(option: int, value: int, address: int = 0) -> None:
+    _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(address), 0, 0), "prctl")
 
 
 def die_with_parent(parent: int) -> None:

@@ -8,6 +8,7 @@ Rules of this file:
   session's and goes when the worker is gone.
 - Where the service is root, every tenant is a user of its own, with no other groups and no way back. What it
   needs and could not reach by its rights alone (Python in a closed home) is bound into its view.
+- It does without the system calls that `core.studio.call_policy` names, as soon as it is the tenant's.
 - Its network is guarded on its cgroup, by its supervisor, or its own (see `core.studio.network_policy`).
 - What the kernel refuses is left out and not claimed: the worker's containment names in words what was
   reached. A user of its own is no such thing: where the service is root, a worker that cannot have one is
@@ -29,13 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from sublet.core.errors import BadInput
-from sublet.core.studio.isolation import HIDDEN_HOME, OWN_IPC, OWN_UID, READ_ONLY, SAME_UID, SCOPED
+from sublet.core.studio.isolation import FILTERED, HIDDEN_HOME, OWN_IPC, OWN_UID, READ_ONLY, SAME_UID, SCOPED
 from sublet.core.studio.network_policy import NONE_WORDS, NetworkPolicy, not_cut_off
 from sublet.core.studio.own_uid import IsolationRefusal, not_allowed, not_mapped, not_prepared, not_readable
 from sublet.core.studio.worker_limits import Enforcer, LimitInForce, Resource
 from sublet.machine.process_log import ProcessLog
 from sublet.processes.ladder import read_stat
 from sublet.processes.sandbox import kernel_calls
+from sublet.processes.sandbox.call_filter import filter_calls
 from sublet.processes.sandbox.network_guard import enter_empty_network
 
 #: A tenant's uid is one of these plus its number: far above people's, or below the system's where a container
@@ -232,6 +234,7 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> tuple[list[str], dict[str, in
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     if spec.file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (spec.file_bytes, spec.file_bytes))
+    _rather_than_the_service()
     uid = own_uid(spec.number) if os.getuid() == 0 else None
     if uid is not None:
         _give_scratch(spec, uid)
@@ -253,14 +256,19 @@ def _enter(spec: SandboxSpec, namespaces: bool) -> tuple[list[str], dict[str, in
     with contextlib.suppress(OSError):  # sockets without a file are not hidden by any cover
         kernel_calls.scope_sockets_and_signals()
         reached.append(SCOPED)
+    try:  # nothing above could be done after it
+        filter_calls()
+        reached.append(FILTERED)
+    except OSError as e:
+        ProcessLog("tenant-sandbox")(f"its system calls are not filtered: {e}")
     os.umask(0o077)
     os.chdir(spec.scratch)
-    _rather_than_the_service()
     return reached, _limit_each(spec.rlimits)
 
 
 def _rather_than_the_service() -> None:
-    """When the whole machine is out of memory, the kernel ends a worker first."""
+    """When the whole machine is out of memory, the kernel ends a worker first. Said with CAP_SYS_RESOURCE,
+    while the service's rights are still there, it is the least that the worker can ask for itself."""
     try:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
     except OSError as e:
