@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,9 @@ def test_recipe_52_gpu_session(devices: str, sqlite_home: Home, request: pytest.
         need(_installed(), "pyopencl with PoCL")
     if devices.startswith("cuda"):
         shim: Shim = request.getfixturevalue("shim")
-        environment = shim.env(**{k: v for k, v in environment.items() if k.startswith("SUBLET_")})
+        environment = shim.env(
+            uuids=secrets.randbits(63), **{k: v for k, v in environment.items() if k.startswith("SUBLET_")}
+        )
     done = run_example("recipe_52_gpu_session.py", environment)
     assert done.returncode == 0, done.stderr
     assert "step 42 done: [43, 44, 45, 46]" in done.stdout

@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from sublet.core.checkpoints.checkpoint import ReplicaPolicy
 from sublet.core.errors import BadInput, Misconfigured, NotIsolated, SubletError
+from sublet.core.leasing.device_claim import DeviceClaim
 from sublet.core.studio.isolation import HostIsolation, parse_mode, words_of
 from sublet.core.studio.network_policy import network_policy
 from sublet.core.studio.scratch_quota import scratch_limit
 from sublet.core.studio.worker_limits import DEFAULT_LIMITS, WorkerLimits, parse_limits
 from sublet.core.values import parse_duration
+from sublet.devices.device_locks import DeviceLocks, user_name
 from sublet.devices.opening import installed_drivers
 from sublet.devices.probe import find_devices
 from sublet.machine.disk_space import DiskReserve
@@ -136,6 +138,17 @@ def find_host_devices(settings: Settings, known: Mapping[str, Driver] | None = N
     devices."""
     probes = {name: driver.probe for name, driver in (known or installed_drivers()).items()}
     return find_devices(settings["devices"], settings["host"], probes)
+
+
+def device_locks(settings: Settings, log: Callable[[str], None] = lambda line: None) -> DeviceLocks:
+    """The locks on this machine's physical devices, for the ledger of these settings. A copied file has the
+    id of the one it was copied from, so a file is also known by its place."""
+    known_as = open_ledger(settings).identity().id
+    if settings["ledger"].startswith("sqlite:"):
+        known_as += f"|{sqlite_path(settings).resolve()}"
+    mark = hashlib.sha256(known_as.encode()).hexdigest()[:16]
+    mine = DeviceClaim(ledger=mark, user=user_name(), home=str(settings.home), pid=os.getpid())
+    return DeviceLocks(mine, log)
 
 
 def workers(

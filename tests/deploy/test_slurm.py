@@ -6,6 +6,7 @@ Runs where SUBLET_DEPLOY_ROUNDS says how often (`make proof`), as root, with Deb
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import textwrap
@@ -177,6 +178,7 @@ def test_the_gpus_slurm_gave_are_registered_and_no_others(
         LD_LIBRARY_PATH=str(shim_libraries),
         SHIM_STATE=str(tmp_path / "state"),
         SHIM_DEVICES="3",
+        SHIM_UUIDS=str(secrets.randbits(63)),
     )
     site.until(job, lambda: len(site.states()) == 2)
     assert sorted((d.host, d.driver, d.ordinal) for d in site.ledger.devices()) == [

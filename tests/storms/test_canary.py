@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def hand_over(
     """What each tenant saw of others, what each teardown scrubbed, and the devices afterwards."""
     home = make_home(tmp_path, f"sqlite:{tmp_path}/home/ledger.db", monkeypatch, "cuda:all")
     plain = {k: v for k, v in home.environment.items() if k.startswith("SUBLET_")}
-    environment = shim.env(memory=CAPACITY, devices=1, **plain, **settings)
+    environment = shim.env(memory=CAPACITY, devices=1, uuids=secrets.randbits(63), **plain, **settings)
     monkeypatch.setenv("SUBLET_DEVICES", "host:1x1GiB")  # this process has no such driver
     try:
         done = subprocess.run(

@@ -51,6 +51,7 @@ _STYLES = {
     "ok": "green",
     "quarantined": "red",
     "lost": "red",
+    "taken": "red",
     "fail": "bold red",
     "warn": "yellow",
     "draining": "yellow",

@@ -153,6 +153,16 @@ class NeverFits(Refused):
     remedy = "ask for less VRAM or fewer devices; 'sublet gpus' shows what there is"
 
 
+class DeviceTaken(NeverFits):
+    """Another ledger of this machine grants the device, so this one does not."""
+
+    code = "device_taken"
+    remedy = (
+        "share one ledger: set SUBLET_LEDGER to the same address for everybody on this machine; or wait: a "
+        "warden without leases gives its devices back after a minute"
+    )
+
+
 class QuotaReached(Refused):
     """The tenant's quota does not allow it."""
 

@@ -404,8 +404,10 @@ class CudaDriver:
         with contextlib.suppress(nvml.NVMLError):  # most devices have no MIG
             if nvml.nvmlDeviceGetMigMode(handle)[0]:
                 raise BadInput("it is divided by MIG, which is not supported")
+        name = check_name(nvml.nvmlDeviceGetUUID(handle), what="device")
         return FoundDevice(
-            id=check_name(nvml.nvmlDeviceGetUUID(handle), what="device"),
+            id=name,
+            physical=name,
             driver=self.name,
             ordinal=ordinal,
             name=nvml.nvmlDeviceGetName(handle),

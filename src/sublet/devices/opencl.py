@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -287,9 +288,18 @@ def _describe() -> list[dict[str, object]]:
                 "float64": bool(device.double_fp_config),
                 "platform": device.platform.version.strip(),
                 "unusable": unusable,
+                "physical": "" if on_cpu else _uuid(device) or f"opencl-{ordinal}",
             }
         )
     return found
+
+
+def _uuid(device: Any) -> str:
+    """By which NVIDIA's own driver knows it too; empty where the platform does not tell."""
+    try:
+        return f"GPU-{uuid.UUID(bytes=bytes(device.uuid_khr))}"
+    except Exception:  # each platform fails in its own way at what it does not know
+        return ""
 
 
 def _why_unusable(cl: Any, device: Any) -> str:
@@ -379,6 +389,7 @@ class OpenClDriver:
             ordinal=int(seen["ordinal"]),
             name=str(seen["name"])[:60],
             capacity_bytes=memory,
+            physical=str(seen.get("physical", "")),
         )
 
     def open(self, device_id: str, ordinal: int, lease_id: str) -> OpenClContext:

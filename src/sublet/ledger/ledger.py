@@ -60,6 +60,7 @@ from sublet.ports.ledger import (
     LeaseKey,
     MeterPage,
     Pruned,
+    Taken,
     TeardownRecord,
     TickResult,
     Verification,
@@ -199,9 +200,16 @@ class SqlLedger(BlockVerbs, StudioVerbs, ItemVerbs):
 
     # devices
 
-    def report_host(self, host: str, found: Sequence[FoundDevice], *, complete: bool = True) -> None:
+    def report_host(
+        self,
+        host: str,
+        found: Sequence[FoundDevice],
+        *,
+        complete: bool = True,
+        taken: Taken | None = None,
+    ) -> None:
         check_name(host, what="host")
-        self._write(lambda tx: devices.report_host(tx, host, found, complete), durable=True)
+        self._write(lambda tx: devices.report_host(tx, host, found, complete, taken or {}), durable=True)
 
     def beat_host(self, host: str) -> None:
         self._write(lambda tx: devices.beat_host(tx, host), durable=False)

@@ -90,6 +90,27 @@ class Driver(Protocol):
         `DeviceFault` when the device does not read back what was written."""
 
 
+class DeviceClaims(Protocol):
+    """Which physical devices of this machine this ledger may grant, and which another one grants (I3)."""
+
+    def claim(self, found: Sequence[FoundDevice]) -> dict[str, str]:
+        """Called by a warden before it reports them: keep what is ours until this process ends. Returns the
+        ids of those that another ledger grants, each with who that is."""
+
+    def changed(self) -> bool:
+        """Called now and then: whether a device that was taken is ours now, or the other way round."""
+
+
+class NoClaims:
+    """For tests and simulations, whose devices are not physical."""
+
+    def claim(self, found: Sequence[FoundDevice]) -> dict[str, str]:
+        return {}
+
+    def changed(self) -> bool:
+        return False
+
+
 class GpuSession(Protocol):
     """What `lease.open()` returns. Handles belong to the session that made them."""
 

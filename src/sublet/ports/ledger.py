@@ -11,7 +11,7 @@ Rules of this port:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -42,6 +42,7 @@ from sublet.ports.items import ItemLedger
 from sublet.ports.processes import Receipt
 
 T = TypeVar("T")
+Taken = Mapping[str, str]  # ids of devices that another ledger grants, with whose it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class FoundDevice:
     ordinal: int
     name: str
     capacity_bytes: int
+    physical: str = ""  # its name for every user of the machine; empty where memory pretends to be a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +295,10 @@ class Ledger(ItemLedger, Protocol):
         """For listings, newest first; waiters carry position and reason."""
 
     # devices: called by wardens and operators
-    def report_host(self, host: str, devices: Sequence[FoundDevice], *, complete: bool = True) -> None:
-        """What the host has. Known devices it does not name are lost, returning ones are ready again."""
+    def report_host(
+        self, host: str, devices: Sequence[FoundDevice], *, complete: bool = True, taken: Taken | None = None
+    ) -> None:
+        """What the host has, and which of it is taken. Known devices it does not name are lost."""
 
     def beat_host(self, host: str) -> None:
         """The host's warden is alive."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sublet.core.billing.allowance import least_rate, paid, payable_us, rate_on, used_up
-from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, WaitlistFull
+from sublet.core.errors import DeviceTaken, NeverFits, NoCapacity, QuotaReached, WaitlistFull
 from sublet.core.leasing.lease import HOLDING, LeaseRecord, LeaseState, Request
 from sublet.core.leasing.policy import Policy
 from sublet.core.leasing.tenancy import Tenant, never_within_quota, over_quota, used_now
@@ -342,7 +342,11 @@ def _least_bytes(request: Request, capacities: Sequence[tuple[str, int]]) -> int
 
 def refusal(request: Request, tenant: Tenant, view: PoolView, waiting: int) -> Refusal | None:
     """Reasons to say no at once, waiting or not."""
-    capacities = [(d.host, d.capacity_bytes) for d in view.devices if d.state is not DeviceState.LOST]
+    capacities = [
+        (d.host, d.capacity_bytes)
+        for d in view.devices
+        if d.state not in (DeviceState.LOST, DeviceState.TAKEN)
+    ]
     if not could_ever_fit(request.shape(request.least_bytes or request.vram_bytes), capacities):
         spread = request.shape(request.least_bytes or request.vram_bytes)
         if spread.of_any_one_host and could_ever_fit(replace(spread, spread=Spread.OK), capacities):
@@ -350,6 +354,10 @@ def refusal(request: Request, tenant: Tenant, view: PoolView, waiting: int) -> R
             return Refusal(
                 error=NeverFits, reason=f"{asked} never fits on one host; spread=ok takes them from several"
             )
+        wanted = request.least_bytes or request.vram_bytes
+        others = [d for d in view.devices if d.state is DeviceState.TAKEN and d.capacity_bytes >= wanted]
+        if taken := sorted((d.id, d.note) for d in others if request.host in ("", d.host)):
+            return Refusal(error=DeviceTaken, reason="; ".join(note for _, note in taken))
         largest = max((c for _, c in capacities), default=0)
         have = (
             f"{len(capacities)} device(s), the largest {format_size(largest)}" if capacities else "no device"

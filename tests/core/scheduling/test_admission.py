@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, WaitlistFull
+from sublet.core.errors import DeviceTaken, NeverFits, NoCapacity, QuotaReached, WaitlistFull
 from sublet.core.leasing.lease import LeaseRecord, LeaseState, Tier
 from sublet.core.leasing.policy import Policy
 from sublet.core.leasing.tenancy import PPM, Tenant
@@ -695,4 +695,4 @@ def test_a_newcomer_is_answered_and_a_grant_is_one_that_place_would_make(
     else:
         assert got.reason
     if exclusivity is SHARED and gb == 8 and not view.waiters and isinstance(got, Refusal):
-        assert got.error in (NeverFits, NoCapacity, QuotaReached)
+        assert got.error in (DeviceTaken, NeverFits, NoCapacity, QuotaReached)

@@ -39,9 +39,11 @@ static inline uint64_t setting(const char *name, uint64_t otherwise) {
 static inline int gpu_count(void) { return (int)setting("SHIM_DEVICES", 2); }
 static inline uint64_t gpu_bytes(void) { return setting("SHIM_MEMORY", 1ull << 30); }
 
-/* Every byte differs from its neighbours, so that a UUID put together in the wrong order is another UUID. */
+/* Every byte differs from its neighbours, so that a UUID put together in the wrong order is another UUID. With SHIM_UUIDS
+   they are GPUs of another machine: a GPU is granted by one ledger of a machine, and tests run side by side. */
 static inline void gpu_uuid(int gpu, unsigned char out[16]) {
-    for (int i = 0; i < 16; i++) out[i] = (unsigned char)(0x10 * (gpu + 1) + i * 17);
+    uint64_t other = setting("SHIM_UUIDS", 0);
+    for (int i = 0; i < 16; i++) out[i] = (unsigned char)(0x10 * (gpu + 1) + i * 17) ^ (unsigned char)(other >> (8 * (i % 8)));
 }
 
 static inline void report(const char *format, ...) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import click
@@ -18,7 +18,16 @@ from sublet.cli.doctor.ledger import check_ledger
 from sublet.cli.doctor.placement import check_placement, placed_here
 from sublet.cli.doctor.stores import check_stores
 from sublet.cli.output import json_option, print_json, print_table
-from sublet.core.errors import BadInput, DeviceFault, Misconfigured, NotFound, Refused, SubletError
+from sublet.core.errors import (
+    BadInput,
+    DeviceFault,
+    DeviceTaken,
+    Misconfigured,
+    NotFound,
+    Refused,
+    SubletError,
+)
+from sublet.core.leasing.device_claim import taken_words
 from sublet.core.scheduling.device import DeviceState
 from sublet.core.values import format_size
 from sublet.devices.opening import installed_drivers
@@ -27,7 +36,7 @@ from sublet.leases.warden.warden_process import ensure_warden, warden_health
 from sublet.ports.ledger import FoundDevice
 from sublet.processes.sandbox import containment
 from sublet.settings import SPECS, Settings, load_settings
-from sublet.wiring import find_host_devices, open_ledger
+from sublet.wiring import device_locks, find_host_devices, open_ledger
 
 
 def _shown(settings: Settings, name: str, secret: bool) -> str:
@@ -88,13 +97,38 @@ def _check_devices(settings: Settings) -> Iterator[Check]:
             )
         else:
             yield ok("teardown", "may end any process")
+        yield from _check_locks(settings, found)
         for d in open_ledger(settings).devices(settings["host"]):
-            if d.state is not DeviceState.READY:
+            if d.state not in (DeviceState.READY, DeviceState.TAKEN):
                 yield warn(
                     d.id, f"{d.state.value}: {d.note}", "'sublet gpus' and 'sublet quarantine' say more"
                 )
     except SubletError as e:
         yield failed("devices here", e)
+
+
+def _check_locks(settings: Settings, found: Sequence[FoundDevice]) -> Iterator[Check]:
+    """A physical device is granted by one ledger of a machine. Who that is, everybody can see."""
+    locks = device_locks(settings)
+    for device in found:
+        if not device.physical:
+            continue
+        kept, holder = locks.holder(device.physical)
+        if not kept:
+            yield warn(
+                "device lock",
+                f"{device.id} has none: another ledger of this machine could grant it too",
+                f"let this user write in {locks.folder}; the warden's log says what is in the way",
+            )
+        elif locks.is_ours(holder):
+            assert holder is not None
+            yield ok(
+                "device lock",
+                f"{device.id} is granted by this ledger: user {holder.user}, home {holder.home}, "
+                f"warden pid {holder.pid}",
+            )
+        else:
+            yield warn("device lock", taken_words(device.id, holder), DeviceTaken.remedy)
 
 
 def _everything(settings: Settings) -> list[Check]:

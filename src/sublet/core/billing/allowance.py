@@ -100,7 +100,9 @@ def least_rate(request: Request, devices: Iterable[Device]) -> int:
         (
             d.capacity_bytes
             for d in devices
-            if d.state is not DeviceState.LOST and request.host in ("", d.host) and d.capacity_bytes >= each
+            if d.state not in (DeviceState.LOST, DeviceState.TAKEN)
+            and request.host in ("", d.host)
+            and d.capacity_bytes >= each
         ),
         default=each,
     )

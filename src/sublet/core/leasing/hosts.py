@@ -83,7 +83,7 @@ def losses(hosts: Iterable[Host], asking: str, policy: Policy, now: int) -> list
 def may_move(device: Device, owner: Host | None, policy: Policy, now: int) -> Moves | HostStays:
     """Decide when another host than its owner reports the device. What was withheld stays withheld."""
     unheard = silent(owner, policy.host_silence_us, now)
-    if not unheard and device.state is not DeviceState.LOST:
+    if not unheard and device.state not in (DeviceState.LOST, DeviceState.TAKEN):
         return HostStays(
             reason=f"device {device.id} already belongs to host {device.host}, whose warden is running",
             remedy="give each machine its own SUBLET_HOST, and each device one",
@@ -97,7 +97,8 @@ def may_move(device: Device, owner: Host | None, policy: Policy, now: int) -> Mo
             "silent for the policy's "
             "host_gone is given up",
         )
-    state = DeviceState.READY if device.state is DeviceState.LOST else device.state
+    gone = device.state in (DeviceState.LOST, DeviceState.TAKEN)
+    state = DeviceState.READY if gone else device.state
     return Moves(
         state=state,
         note="" if state is DeviceState.READY else device.note,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush, nsmallest
 
 from sublet.core.billing.allowance import paid, payable_us, used_up
-from sublet.core.errors import NeverFits, NoCapacity, QuotaReached, Refused, WaitlistFull
+from sublet.core.errors import DeviceTaken, NeverFits, NoCapacity, QuotaReached, Refused, WaitlistFull
 from sublet.core.leasing.lease import HOLDING, LeaseRecord, LeaseState, Request, Tier
 from sublet.core.leasing.policy import Policy
 from sublet.core.leasing.tenancy import Tenant, never_within_quota, over_quota, rate_of, tenant_changed
@@ -474,6 +474,9 @@ def refusal(request: Request, tenant: Tenant, view: PoolView | PoolIndex, waitin
                 error=NeverFits,
                 reason=f"{asked} never fits on one host; spread=ok takes them from several",
             )
+        taken = device_index.taken(least_shape)
+        if taken:
+            return Refusal(error=DeviceTaken, reason="; ".join(taken))
         count, largest = device_index.not_lost()
         have = f"{count} device(s), the largest {format_size(largest)}" if count else "no device"
         return Refusal(error=NeverFits, reason=f"{asked} never fits: the pool has {have}")

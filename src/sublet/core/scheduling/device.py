@@ -33,6 +33,7 @@ class DeviceState(Enum):
     DRAINING = "draining"  # live leases go on, no new ones
     QUARANTINED = "quarantined"  # a teardown was not proven; an operator clears it, or proof that came late
     LOST = "lost"  # its host does not report it any more
+    TAKEN = "taken"  # another ledger of its machine grants it
 
 
 #: May a new lease (row) join a resident lease (column) of the same tenant / of another tenant?

@@ -88,7 +88,7 @@ class DeviceIndex:
     def _count(self, device: Device, by: int) -> None:
         for host in (ANY_HOST, device.host):
             self._capacities.setdefault(host, Counter())[device.capacity_bytes] += by
-            if device.state is not DeviceState.LOST:
+            if device.state not in (DeviceState.LOST, DeviceState.TAKEN):
                 self._not_lost.setdefault(host, Counter())[device.capacity_bytes] += by
 
     def set(self, device: Device) -> None:
@@ -232,6 +232,16 @@ class DeviceIndex:
         """How many, and the largest."""
         found = self._not_lost.get(ANY_HOST, Counter())
         return found.total(), max((c for c, n in found.items() if n), default=0)
+
+    def taken(self, shape: Shape) -> list[str]:
+        """What is said of devices that would be large enough, if another ledger did not grant them."""
+        return [
+            d.note
+            for _, d in sorted(self.devices.items())
+            if d.state is DeviceState.TAKEN
+            and d.capacity_bytes >= shape.vram_bytes
+            and shape.host in (ANY_HOST, d.host)
+        ]
 
     def could_ever_fit(self, shape: Shape) -> bool:
         if each := self.each_host(shape):

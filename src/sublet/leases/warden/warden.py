@@ -38,6 +38,7 @@ from sublet.core.values import SECOND_US
 from sublet.leases.warden.teardown import DeviceMemory, Scrub, Teardown
 from sublet.ports.bell import SCHEDULE_TOPIC, host_topic
 from sublet.ports.clock import Clock
+from sublet.ports.device import DeviceClaims, NoClaims
 from sublet.ports.ledger import FoundDevice, Ledger
 from sublet.ports.processes import Processes, Receipt
 from sublet.processes.loop_watch import LoopBeats
@@ -111,6 +112,7 @@ class Warden:
         idle_exit_us: int | None = None,
         needed: Callable[[], bool] = lambda: False,
         beats: LoopBeats | None = None,
+        claims: DeviceClaims | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._ledger = ledger
@@ -123,6 +125,7 @@ class Warden:
         self._idle_exit_us = idle_exit_us
         self._needed = needed  # by others than its leases
         self._beats = beats or LoopBeats(clock)
+        self._claims = claims or NoClaims()
         self._log = log
         self._lock = threading.Lock()
         self._shared = _Shared()
@@ -144,8 +147,9 @@ class Warden:
             self._log(f"ended pids {swept}, whose supervisor was gone")
         found = [] if self._leaving else list(self._probe())
         with self._beats.asking_ledger(LEDGER):
-            self._ledger.report_host(self._host, found)
-            self._found = frozenset(d.id for d in found)
+            taken = self._claims.claim(found)
+            self._ledger.report_host(self._host, found, taken=taken)
+            self._found = frozenset(d.id for d in found if d.id not in taken)
             view = self._ledger.host_view(self._host)
             devices = {d.id: d for d in self._ledger.devices(self._host)}
         leased = self._pids_of(x.holder for x in view.leases)
@@ -379,6 +383,8 @@ class Warden:
         if now >= self._beat_at:  # first: during an outage of the ledger no host was heard
             self._ledger.beat_host(self._host)
             self._beat_at = now + BEAT_US
+            if self._probe_at and self._claims.changed():
+                self._probe_at = now
         self._end_lost()
         self._settle()
         self._refresh()

@@ -29,6 +29,7 @@ from sublet.processes.sandbox.containment import contained
 from sublet.settings import Settings
 from sublet.wiring import (
     CLOCK,
+    device_locks,
     find_host_devices,
     open_ledger,
     places,
@@ -185,5 +186,6 @@ def make_warden(
         idle_exit_us=idle_exit_us,
         needed=needed,
         beats=beats,
+        claims=device_locks(settings, log),
         log=log,
     )

@@ -113,7 +113,7 @@ export class Devices {
             { act: "drain", text: "Drain", label: `Drain ${device.id}` },
             { act: "quarantine", text: "Quarantine", label: `Quarantine ${device.id}` },
           ]
-        : device.state === "lost"
+        : device.state === "lost" || device.state === "taken"
           ? []
           : [{ act: "clear", text: "Clear", label: `Clear ${device.id}` }];
     buttons(parts.does, able);

@@ -7,9 +7,9 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from sublet.core.errors import BadInput, NotFound, SubletError
+from sublet.core.errors import BadInput, DeviceTaken, NotFound, SubletError
 from sublet.core.leasing.hosts import Host, HostStays, Moves, common_silence_us, may_move
 from sublet.core.scheduling.device import Device, DeviceState
 from sublet.ledger.rows import DEVICE_COLUMNS, SELECT_DEVICE, device_of
@@ -18,8 +18,13 @@ from sublet.ledger.verbs.leasing.waitlist import hand_out
 from sublet.ports.bell import SCHEDULE_TOPIC
 from sublet.ports.ledger import FoundDevice
 
+#: States that follow from what its host reports, and from nothing an operator or a teardown said.
+_OF_ITS_HOST = (DeviceState.READY, DeviceState.LOST, DeviceState.TAKEN)
 
-def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool) -> SubletError | None:
+
+def report_host(
+    tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool, taken: Mapping[str, str]
+) -> SubletError | None:
     _ = tx.pool
     elsewhere = [
         (device, device_of(row))
@@ -38,45 +43,59 @@ def report_host(tx: Tx, host: str, found: Sequence[FoundDevice], complete: bool)
     known = {d.id: d for d in map(device_of, tx.rows(f"{SELECT_DEVICE} WHERE host = ?", host))}
     changes = [f"+{device.id}" for device, _ in elsewhere]
     for device in found:
-        old = known.get(device.id)
-        if old is None:
-            tx.run(
-                f"INSERT INTO device ({DEVICE_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,0,0,0,'','')",
-                device.id,
-                host,
-                device.driver,
-                device.ordinal,
-                device.name,
-                device.capacity_bytes,
-                device.capacity_bytes,
-                DeviceState.READY.value,
-            )
-            changes.append(f"+{device.id}")
-        elif old.capacity_bytes != device.capacity_bytes and old.leases == 0:
-            tx.run(
-                "UPDATE device SET capacity_bytes = ?, free_bytes = ?, name = ?, state = ? WHERE id = ?",
-                device.capacity_bytes,
-                device.capacity_bytes,
-                device.name,
-                (old.state if old.state is not DeviceState.LOST else DeviceState.READY).value,
-                device.id,
-            )
-            changes.append(f"~{device.id}")
-        elif old.state is DeviceState.LOST:
-            tx.run("UPDATE device SET state = 'ready', note = '' WHERE id = ?", device.id)
-            changes.append(f"+{device.id}")
+        if change := _note(tx, host, device, known.get(device.id), taken):
+            changes.append(change)
     if complete:
         names = {d.id for d in found}
         for old in known.values():
             # What an operator, or an unproven teardown, withheld stays withheld: it must not come back as
             # ready.
-            if old.id not in names and old.state is DeviceState.READY:
+            if old.id not in names and old.state in (DeviceState.READY, DeviceState.TAKEN):
                 tx.run("UPDATE device SET state = 'lost', note = 'not reported' WHERE id = ?", old.id)
                 changes.append(f"-{old.id}")
     if changes:
         write_main(tx, "host.reported", "", host, {"changes": sorted(changes)})
         hand_out(tx)
     return None
+
+
+def _note(tx: Tx, host: str, device: FoundDevice, old: Device | None, taken: Mapping[str, str]) -> str:
+    """Write what was found of one device; what changed, or ''."""
+    if old is None:
+        tx.run(
+            f"INSERT INTO device ({DEVICE_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,0,0,0,'',?)",
+            device.id,
+            host,
+            device.driver,
+            device.ordinal,
+            device.name,
+            device.capacity_bytes,
+            device.capacity_bytes,
+            (DeviceState.TAKEN if device.id in taken else DeviceState.READY).value,
+            taken.get(device.id, ""),
+        )
+        return f"+{device.id}"
+    elif device.id in taken:
+        # What an operator withheld stays withheld, whoever grants it meanwhile.
+        if old.state in _OF_ITS_HOST and (old.state, old.note) != (DeviceState.TAKEN, taken[old.id]):
+            tx.run("UPDATE device SET state = 'taken', note = ? WHERE id = ?", taken[old.id], old.id)
+            return f"-{old.id}"
+    elif old.capacity_bytes != device.capacity_bytes and old.leases == 0:
+        tx.run(
+            "UPDATE device SET capacity_bytes = ?, free_bytes = ?, name = ?, state = ?, note = ? "
+            "WHERE id = ?",
+            device.capacity_bytes,
+            device.capacity_bytes,
+            device.name,
+            (DeviceState.READY if old.state in _OF_ITS_HOST else old.state).value,
+            "" if old.state in _OF_ITS_HOST else old.note,
+            device.id,
+        )
+        return f"~{device.id}"
+    elif old.state in (DeviceState.LOST, DeviceState.TAKEN):
+        tx.run("UPDATE device SET state = 'ready', note = '' WHERE id = ?", device.id)
+        return f"+{device.id}"
+    return ""
 
 
 def load_host(tx: Tx, name: str) -> Host | None:
@@ -157,6 +176,8 @@ def set_device(tx: Tx, device_id: str, state: str, note: str, actor: str) -> Dev
     row = tx.locked(f"{SELECT_DEVICE} WHERE id = ?", device_id)
     if row is None:
         return NotFound(f"there is no device {device_id[:60]!r}", remedy="'sublet gpus' lists them")
+    if (old := device_of(row)).state is DeviceState.TAKEN and state == DeviceState.READY.value:
+        return DeviceTaken(old.note)
     tx.run("UPDATE device SET state = ?, note = ? WHERE id = ?", state, note, device_id)
     write_main(tx, f"device.{state}", "", device_id, {"reason": note, "by": actor, "was": row[7]})
     if state == DeviceState.READY.value:
