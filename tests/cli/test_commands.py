@@ -185,6 +185,19 @@ def test_errors_are_json_when_asked(home: Home) -> None:
     assert error["remedy"]
 
 
+def test_gpus_is_a_word_for_count_and_a_size_needs_a_unit(home: Home) -> None:
+    (device,) = as_json(home, "lease", "acquire", "--gpus", "1", "--vram", "1G", "--ttl", "10s")["devices"]
+    assert device.startswith(home.settings["host"])
+    for command in (
+        ("lease", "acquire", "--gpus", "1", "--vram", "8"),
+        ("run", "--gpus", "1", "--vram", "8", "--", "true"),
+    ):
+        done = sublet(home, *command)
+        assert done.returncode == 2, (command, done.stderr)
+        assert "8 is 8 bytes" in done.stderr
+        assert "8GiB" in done.stderr
+
+
 def test_wrong_settings_are_named(home: Home, tmp_path) -> None:
     assert sublet(home, "ps", SUBLET_LEDGER="oracle:thing").returncode == 78
     assert sublet(home, "ps", SUBLET_LEDGER="nothing").returncode == 78

@@ -33,7 +33,7 @@ _DURATION_UNITS = {
 _SIZE_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate(("K", "M", "G", "T"), start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
+    for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
 }
 _SIZE_BY_FOLDED = {unit.lower(): scale for unit, scale in _SIZE_UNITS.items()}
 
@@ -83,7 +83,7 @@ def _bounded_duration(us: int, what: str, text: object) -> int:
 
 
 def parse_size(text: str | int, *, what: str = "size") -> int:
-    """'8GB' (decimal), '16GiB' (binary) or a number of bytes, in bytes."""
+    """'8GB' (decimal), '16GiB' or '16G' (binary) or a number of bytes, in bytes."""
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         raise BadInput(f"{what} must be a size like 8GB or 16GiB, not {_shown(text)}")
     if isinstance(text, int):
@@ -130,6 +130,17 @@ def parse_size_range(text: str | int, *, what: str = "size") -> SizeRange:
         return span
     size = parse_size(text, what=what)
     return SizeRange(size, size)
+
+
+def check_has_unit(size: str | int, *, what: str) -> None:
+    """Refuse a bare number of bytes that no GPU is asked for: whoever writes 8 means gigabytes."""
+    for part in str(size).split(".."):
+        bare = part.strip()
+        if bare.isascii() and bare.isdigit() and len(bare) <= 7 and 0 < int(bare) < 1 << 20:
+            raise BadInput(
+                f"{what} {bare} is {bare} bytes: write a unit",
+                remedy=f"write {bare}GiB if you mean gigabytes",
+            )
 
 
 _PRICE = re.compile(r"(\d{1,7})(?:\.(\d{1,6}))?")

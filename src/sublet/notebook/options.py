@@ -97,7 +97,7 @@ def _parser() -> _Parser:
     parser.add_argument("--vram", default=DEFAULT_VRAM)
     parser.add_argument("--ttl", default=None)
     parser.add_argument("--tier", default="interactive")
-    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--count", "--gpus", type=int, default=1)
     # Repeated options add up, so that no name that must be kept is dropped silently.
     parser.add_argument("--keep", action="append", default=None)
     parser.add_argument("--every", default="30s")

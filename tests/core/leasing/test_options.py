@@ -59,3 +59,11 @@ def test_every_surface_takes_the_same_options_with_the_same_defaults() -> None:
     remote = inspect.signature(Studio.gpu).parameters
     del fields["spread"]  # a studio's leases are of one machine
     assert {name: remote[name].default for name in fields} == fields
+
+
+@pytest.mark.parametrize("words", [{"vram": "8"}, {"vram": 8}, {"vram": "8..16"}, {"least": "8"}])
+def test_a_bare_number_of_a_few_bytes_is_refused_with_what_was_meant(words: dict[str, object]) -> None:
+    with pytest.raises(BadInput, match="8 is 8 bytes") as refused:
+        GpuOptions(**words).request(tenant="t")  # type: ignore[arg-type]
+    assert "8GiB" in refused.value.remedy
+    assert GpuOptions(vram=1 << 20).request(tenant="t").vram_bytes == 1 << 20

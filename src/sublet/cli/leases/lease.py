@@ -76,7 +76,7 @@ def show_wait(wait: Wait) -> None:
     "--vram", default="1GiB", show_default=True, help="Per device; a range 8GB..16GB takes what is free."
 )
 @click.option("--ttl", default="5m", show_default=True, help="Ends after this unless renewed.")
-@click.option("--count", default=1, show_default=True, help="Devices, all or none.")
+@click.option("--count", "--gpus", "count", default=1, show_default=True, help="Devices, all or none.")
 @click.option(
     "--exclusivity",
     default="shared",

@@ -40,7 +40,7 @@ class _Printed:
 @click.option(
     "--vram", default="1GiB", show_default=True, help="Per device; a range 8GB..16GB takes what is free."
 )
-@click.option("--count", default=1, show_default=True, help="Devices, all or none.")
+@click.option("--count", "--gpus", "count", default=1, show_default=True, help="Devices, all or none.")
 @click.option("--tier", default="batch", show_default=True, help="interactive, batch or spot.")
 @click.option(
     "--ttl", default="5m", show_default=True, help="A lease that is not renewed for this long is over."

@@ -56,7 +56,7 @@ class _Waiting:
 @click.option(
     "--vram", default="1GiB", show_default=True, help="Per device; a range 8GB..16GB takes what is free."
 )
-@click.option("--count", default=1, show_default=True, help="Devices, all or none.")
+@click.option("--count", "--gpus", "count", default=1, show_default=True, help="Devices, all or none.")
 @click.option("--least", default=None, help="Take a smaller slice, down to this, rather than wait.")
 @click.option("--tier", default="batch", show_default=True, help="interactive, batch or spot.")
 @click.option("--exclusivity", default="shared", show_default=True, help="shared, session or device.")

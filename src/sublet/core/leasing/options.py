@@ -16,7 +16,7 @@ from sublet.core.errors import BadInput
 from sublet.core.leasing.lease import Request, parse_tier
 from sublet.core.scheduling.device import parse_exclusivity
 from sublet.core.scheduling.spread import Spread, parse_spread
-from sublet.core.values import check_job, parse_duration, parse_size, parse_size_range
+from sublet.core.values import check_has_unit, check_job, parse_duration, parse_size, parse_size_range
 
 DEFAULT_VRAM = "1GiB"
 DEFAULT_TTL = "5m"
@@ -55,6 +55,9 @@ class GpuOptions:
     def request(self, *, tenant: str, host: str = "", wants_offers: bool = False) -> Request:
         """The checked request. `tenant` counts where none was named; `host` unless it may be spread over
         several."""
+        check_has_unit(self.vram, what="vram")
+        if self.least is not None:
+            check_has_unit(self.least, what="least")
         span = parse_size_range(self.vram, what="vram")
         least_bytes = parse_size(self.least, what="least") if self.least is not None else 0
         if span.least != span.most:
