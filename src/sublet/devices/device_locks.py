@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pwd
 import stat
 import time
 from collections.abc import Callable, Sequence
@@ -27,8 +26,10 @@ from sublet.ports.ledger import FoundDevice
 
 try:
     import fcntl
+    import pwd
 except ImportError:  # a client of a studio, not on Linux: this file is imported there, and not used
     fcntl = None  # type: ignore[assignment]
+    pwd = None  # type: ignore[assignment]
 
 #: Others who only look hold the lock for a moment.
 _TRIES, _PAUSE_S = 50, 0.004
