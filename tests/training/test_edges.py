@@ -17,12 +17,9 @@ import pytest
 
 import sublet
 from sublet.core.errors import Disconnected, Fenced, LeaseLost
-from sublet.core.leasing.lease import EndReason
 from sublet.core.progress import effect as effects
-from sublet.leases.lease import Lease
 from sublet.leases.progress_line import ProgressLine
-from sublet.notice_bus.bus import NoticeBus
-from sublet.settings import load_settings
+from sublet.ledger.ledger import SqlLedger
 from sublet.store.checkpoints import CheckpointStore
 from sublet.training import saves, single_runner
 from sublet.training.train import leave_the_waitlist
@@ -646,15 +643,15 @@ def test_a_lease_that_ended_behind_the_runs_back_is_a_lease_that_is_lost(
     sqlite_home: Home, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     """S2: the ledger knew before this process did, and refused the commit of what was saved."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise Fenced("the write was refused and changed nothing: the lease was revoked and its grace is over")
+
     run = begun(every=every)
-    monkeypatch.setattr(Lease, "check", lambda lease: None)
-    monkeypatch.setattr(NoticeBus, "notice", None)
     with pytest.raises(LeaseLost, match="the lease of this run has ended: ") as lost:
         for step in run.steps(6):
             if step.number == 3:
-                ledger = open_ledger(load_settings())
-                ledger.revoke(
-                    ledger.leases()[0].lease.id, reason=EndReason.REVOKED, detail="", grace_us=0, actor="test"
-                )
+                run._saves.collect()
+                monkeypatch.setattr(SqlLedger, "commit", refused)
     assert isinstance(lost.value.__cause__, Fenced)
     run.close()
